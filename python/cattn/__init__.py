@@ -59,6 +59,7 @@ from .functional import (
     varlen_attention_backward,
     varlen_attention_statistics,
 )
+from .functional._statistics import HeadScores, attention_rollout, head_scores
 from .nn import (
     CausalAttention,
     Dropout,
@@ -73,7 +74,6 @@ from .random import TorchGenerator, manual_seed
 if TYPE_CHECKING:
     from . import reference, testing
     from ._view import AttentionView, view_attention
-    from .functional._heads import HeadScores, attention_rollout, head_scores
     from .functional._quantize import dequantize, quantize
 
 __all__ = [
@@ -139,10 +139,7 @@ __all__ = [
 
 _LATER = {
     "AttentionView": "._view",
-    "HeadScores": ".functional._heads",
-    "attention_rollout": ".functional._heads",
     "dequantize": ".functional._quantize",
-    "head_scores": ".functional._heads",
     "quantize": ".functional._quantize",
     "view_attention": "._view",
 }
@@ -154,7 +151,7 @@ for _name in __all__:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the modules, views, scores of heads and quantize that take time at their first use."""
+    """Import the modules, views and quantize, which take time, at their first use."""
     import importlib
 
     if name in ("integrations", "reference", "testing"):

@@ -16,16 +16,24 @@ from .._input.types import (
     CausalAlignmentWarning,
 )
 from ..random import draw_seed
-from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
+from ._derivatives import attention_backward, attention_jvp, attention_jvp_backward, sum_gradients
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
-from ._gradients import attention_backward, sum_gradients
-from ._jvp import attention_jvp, attention_jvp_backward
-from ._linear import linear, linear_backward
+from ._layers import (
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    linear,
+    linear_backward,
+    rms_norm,
+    rms_norm_backward,
+    silu,
+    silu_backward,
+)
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
-from ._norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from ._rope import as_positions, as_rope_scaling, rope
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
 from ._statistics import attention_statistics, varlen_attention_statistics

@@ -8,8 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.objects import Stored
 from .._input.types import Alignment, AttentionOutput, LseDType, Stage
-from ._options import AttentionOptions
-from ._signature import implemented_in_c
+from ._options import AttentionOptions, implemented_in_c
 
 if TYPE_CHECKING:
     from ..cache import KVCache

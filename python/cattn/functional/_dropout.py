@@ -13,7 +13,7 @@ from .._input.contexts import in_default_mode
 from .._input.names import with_hints
 from .._input.types import RNG
 from ..random import TorchGenerator
-from ._signature import implemented_in_c
+from ._options import implemented_in_c
 
 __all__ = ["dropout", "dropout_backward"]
 

@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike
 
 from .._input.objects import Stored
 from .._input.types import Alignment, LseDType, html_table
-from ._options import AttentionOptions
-from ._signature import implemented_in_c
+from ._options import AttentionOptions, implemented_in_c
 
 __all__ = ["Explanation", "explain"]
 

@@ -14,7 +14,7 @@ from .._input.names import with_hints
 from .._input.types import Alignment, Text, Window
 from ._attention import attention_weights
 from ._explain import explain
-from ._signature import implemented_in_c
+from ._options import implemented_in_c
 
 GRID = 64  # masks with more keys are written as ranges
 MOST_ROWS = 64  # the largest number of queries of one mask that are written

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input.arrays import Array, is_bfloat16, parts_of, read_array
-from ._signature import implemented_in_c
+from ._options import implemented_in_c
 
 __all__ = ["rope"]
 

@@ -13,7 +13,7 @@ from .._input.arrays import as_array, as_bool, common_dtype, converted
 from .._input.checks import as_int
 from .._input.contexts import in_default_mode
 from .._input.types import Alignment
-from ._signature import implemented_in_c
+from ._options import implemented_in_c
 
 __all__ = ["masked_softmax", "softmax", "softmax_backward"]
 

@@ -8,8 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.objects import Stored
 from .._input.types import Alignment, AttentionGradients, AttentionOutput, LseDType
-from ._options import PackedAttentionOptions
-from ._signature import implemented_in_c
+from ._options import PackedAttentionOptions, implemented_in_c
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
 

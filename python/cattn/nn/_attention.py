@@ -16,7 +16,7 @@ from .._input.objects import Quantized
 from .._input.types import AttentionOutput, Window
 from ..cache import KVCache
 from ..functional import causal_attention, causal_mask, scaled_dot_product_attention
-from ..functional._gradients import attention_backward
+from ..functional._derivatives import attention_backward
 from ..random import TorchGenerator, to_replay
 from ._layers import Dropout, show_dtype
 from ._module import Module

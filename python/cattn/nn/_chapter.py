@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from .._input.checks import as_dtype, as_flag, as_head_counts, as_size
 from .._input.names import with_hints
 from .._input.types import RNG, Window
-from ..functional._linear import linear_backward
+from ..functional._layers import linear_backward
 from ..random import as_generator
 from ._attention import Causal, SelfAttention
 from ._layers import Dropout, Linear, draw_uniform, project, show_dtype

@@ -15,7 +15,7 @@ from .._input.contexts import in_default_mode
 from .._input.names import with_hints
 from .._input.types import RNG
 from ..functional._dropout import dropout
-from ..functional._linear import linear, linear_backward
+from ..functional._layers import linear, linear_backward
 from ..random import GeneratorOrNone, TorchGenerator, as_generator, generator_or_default, to_replay
 from ._module import Kept, Module
 

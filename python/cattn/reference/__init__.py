@@ -24,17 +24,39 @@ References
 """
 
 from .._input.names import public_names
-from ._activation import gelu, gelu_backward, silu, silu_backward
-from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
-from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
+from ._attention import (
+    attention_statistics,
+    attention_weights,
+    causal_attention,
+    scaled_dot_product_attention,
+    varlen_attention,
+    varlen_attention_statistics,
+)
+from ._derivatives import (
+    attention_backward,
+    attention_jvp,
+    attention_jvp_backward,
+    dropout_backward,
+    softmax_backward,
+    varlen_attention_backward,
+)
 from ._dropout import dropout, dropout_keep, philox4x32
-from ._jvp import attention_jvp, attention_jvp_backward
-from ._linear import linear, linear_backward
+from ._layers import (
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    linear,
+    linear_backward,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    rope_frequencies,
+    silu,
+    silu_backward,
+)
 from ._masks import causal_mask
-from ._norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
-from ._rope import rope, rope_frequencies
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
-from ._statistics import attention_statistics, varlen_attention_statistics
 
 __all__ = [
     "attention_backward",

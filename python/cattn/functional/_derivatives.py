@@ -1,16 +1,167 @@
-"""Forward mode of attention and its gradients: signatures and documentation of the C functions."""
+"""Gradients of attention, derivatives in a direction, and the gradients of these."""
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from .._input.contexts import in_default_mode
+from .._input.objects import Stored
 from .._input.types import Alignment, AttentionGradients, AttentionTangents, LseDType
-from ._options import TangentOptions
-from ._signature import implemented_in_c
+from ._options import AttentionOptions, TangentOptions, implemented_in_c
 
-__all__ = ["attention_jvp", "attention_jvp_backward"]
+__all__ = ["attention_backward", "attention_jvp", "attention_jvp_backward"]
+
+
+@in_default_mode
+@np.errstate(all="ignore")
+def sum_gradients(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
+    """Return each gradient in the shape of its argument; the gradients of query, key and value in dtype."""
+    pairs = zip(gradients, shapes, strict=True)
+    sums: list[Any] = [None if gradient is None else _sum_to(gradient, shape) for gradient, shape in pairs]
+    return AttentionGradients(*(total.astype(dtype, copy=False) for total in sums[:3]), *sums[3:])
+
+
+def _sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Sum over the axes along which an argument of this shape was broadcast."""
+    if gradient.shape == shape:
+        return gradient
+    missing = gradient.ndim - len(shape)
+    sizes = zip(gradient.shape[missing:], shape, strict=True)
+    axes = (*range(missing), *(missing + i for i, (full, own) in enumerate(sizes) if full != own))
+    return np.asarray(gradient.sum(axis=axes)).reshape(shape)
+
+
+@implemented_in_c
+def attention_backward(  # type: ignore[empty-body]
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: Stored,
+    value: Stored,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    grad_lse: ArrayLike | None = None,
+    merged: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> AttentionGradients:
+    r"""Return the gradients of attention's inputs, given the gradients of its output and, if wanted, log-sum-exp.
+
+    The weights are computed again, block by block, from query, key and the log-sum-exp of the forward pass; their
+    matrix is never held as a whole.
+
+    Parameters
+    ----------
+    grad_out : array_like, shape (..., T_q, d_v)
+        Gradient of the output.
+    query : array_like, shape (..., T_q, head_dim)
+        This and every other argument of `scaled_dot_product_attention` must be the same as in the forward pass.
+    key : array_like or Quantized, shape (..., T_k, head_dim)
+        Keys.
+    value : array_like or Quantized, shape (..., T_k, d_v)
+        Values.
+    out : array_like, shape (..., T_q, d_v)
+        The output of the forward pass. For halves it may be float32, not yet rounded, which makes the gradients of
+        query and key more exact: the output of the same call with float32 inputs.
+    lse : array_like, shape (..., T_q)
+        The log-sum-exp of the forward pass (``return_lse=True``). float64 makes the gradients of float32 and halves
+        more exact: ``return_lse=np.float64``.
+    attn_mask : array_like, optional
+        Boolean (True where the key is visible) or float (added).
+    dropout_p : float
+        Probability that a weight is dropped.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees.
+
+    Returns
+    -------
+    AttentionGradients
+        Gradients of query, key, value, bias and sinks, each in the shape of its argument: summed over broadcast
+        axes, and for key-value heads over their group. The dtype is the dtype of the output; for halves, bias and sinks
+        have float32. `bias` is the gradient of the argument bias if that was given, else of a float attn_mask.
+
+    Other Parameters
+    ----------------
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value, their gradients and the output.
+    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        Numbers of valid queries and keys. Gradients of the others are 0.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left. Gradients of the keys before it are 0.
+    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
+        The keys that each query saw, -1 for none. The gradients of a list's keys are added up in key's and value's.
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
+        As in scaled_dot_product_attention. The gradients are computed in float32, from query, key and value rounded to
+        bfloat16.
+    rng : int or TorchGenerator
+        Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
+        `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.
+    grad_lse : array_like, shape (..., T_q), optional
+        Gradient of the log-sum-exp, for losses that depend on it: z-loss, and results that were merged by
+        `merge_attention`. Any dtype that attention takes. None means 0.
+    merged : bool
+        Whether out and lse are results of `merge_attention`, which count keys of other calls, too. The weights of these
+        keys then sum to less than 1, and are not checked.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `scaled_dot_product_attention`; also if grad_out, grad_lse, out or lse has another shape than in the
+        forward pass, if rng cannot repeat the draws of dropout, or if out and lse do not belong to the other arguments,
+        because an option of the forward pass is missing.
+
+    See Also
+    --------
+    scaled_dot_product_attention : The forward pass; ``return_lse=True`` returns the log-sum-exp.
+    softmax_backward : The gradient of the softmax alone.
+    MultiHeadAttention : A layer with a method ``backward``.
+    cattn.reference.attention_backward : The same in plain NumPy.
+
+    Notes
+    -----
+    With weights :math:`w`, scores :math:`s`, and the gradients :math:`g` of the output and :math:`h` of the log-sum-exp
+    (0 without grad_lse):
+
+    .. math::
+
+       \text{grad value}_j &= \sum_i w_{ij} g_i \\
+       \frac{\partial L}{\partial s_{ij}} &= w_{ij} \left(g_i \cdot v_j - g_i \cdot \text{out}_i + h_i\right) \\
+       \text{grad query}_i &= \text{scale} \sum_j \frac{\partial L}{\partial s_{ij}} k_j, \qquad
+       \text{grad key}_j = \text{scale} \sum_i \frac{\partial L}{\partial s_{ij}} q_i
+
+    A hidden key and its value have no influence on the gradient of a query, nor has the query on their gradients,
+    whatever they hold: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0,
+    whatever grad_lse holds there; with sinks, its lse is the sink, whose gradient includes its grad_lse. A score of
+    -inf has weight 0 and gradient 0, whose product with an infinite query or key is NaN. The gradients have the same
+    bits for every number of threads and instruction set with FMA.
+
+    Unless they are merged, out and lse are checked as the gradients are computed: in each row the weights computed from
+    the lse must sum to 1, with the weight of a sink, and :math:`w_{ij} \, g_i \cdot v_j` to :math:`g_i \cdot
+    \text{out}_i`. So a forgotten option is an error. What other software has rounded to bfloat16 passes: the logarithm
+    of the sum may be off by :math:`2^{-7} (1 + |\text{lse}| + \log T_k)`, and the second sum by as large a part of its
+    terms. So small changes pass, too, and a forgotten dropout_p shows in rows that see few keys.
+
+    The method is from FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
+    computed from the log-sum-exp and ``sum(grad_out * out)`` for the sum over a row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> query = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> key = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> value = np.array([[3.0], [6.0], [9.0]])
+    >>> result = cattn.scaled_dot_product_attention(query, key, value, return_lse=True)
+    >>> grads = cattn.attention_backward(np.ones((2, 1)), query, key, value, result.out, result.lse)
+    >>> grads.query.round(3)
+    array([[0.   , 0.851],
+           [0.173, 0.505]])
+    """
 
 
 @implemented_in_c
