@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import cattn
-from cattn._cli import attend, example, info, machine, plot, statistics, view, walk
+from cattn._cli import attend, info, walk, weights
 from cattn._cli.files import STDOUT, InputError, mark_pipes, number_pipes
 from cattn._cli.messages import finish, tell
 from cattn.nn._files import errors_name
 
-COMMANDS = {"example": example, "attend": attend, "view": view, "statistics": statistics, "plot": plot}
+COMMANDS = {
+    "example": walk.EXAMPLE,
+    "attend": attend.COMMAND,
+    "view": weights.VIEW,
+    "statistics": weights.STATISTICS,
+    "plot": weights.PLOT,
+}
 
 
 # What argparse takes for the value of an option although it begins with a minus: a number, or several with commas.
@@ -39,21 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cattn {cattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    helps = {
-        example: "the six tokens of the walk as files, to try the other commands",
-        attend: "attention of arrays in .npy, .npz or .safetensors files",
-        view: "the attention weights in a file as a page of HTML to look at",
-        statistics: "what heads look at, from queries and keys, without their weights",
-        plot: "the attention weights in a file as heat maps, drawn by matplotlib",
-    }
-    for command, text in helps.items():
+    for name, command in COMMANDS.items():
+        form = argparse.RawDescriptionHelpFormatter
         command.add_arguments(
-            commands.add_parser(
-                command.__name__.rpartition(".")[2],
-                help=text,
-                description=command.DESCRIPTION,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+            commands.add_parser(name, help=command.help, description=command.description, formatter_class=form)
         )
     commands.add_parser("info", help="system, versions, kernels, threads: quote them in bug reports")
     return parser
@@ -68,7 +63,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         rest = [argument for argument in rest if argument not in options.inputs]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{_close(rest, parser, options.command)}")
-    number_pipes(options, getattr(COMMANDS.get(options.command), "INPUTS", ()))
+    number_pipes(options, COMMANDS[options.command].inputs if options.command in COMMANDS else ())
     return options
 
 
@@ -109,7 +104,7 @@ def _run(arguments: Sequence[str]) -> int:
     else:
         with errors_name(STDOUT):
             walk.run()
-            print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
+            print(info.measure(), walk.NEXT, sep="\n\n", flush=True)
     return 0
 
 

@@ -20,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cattn
-from cattn._cli.files import Array, InputError, Output, commit, load, load_members, refuse_inputs
-from cattn._cli.messages import plain_warnings, say
-from cattn._cli.progress import Progress
+from cattn._cli.files import Array, Command, InputError, Output, commit, load, load_members, refuse_inputs
+from cattn._cli.messages import Progress, plain_warnings, say
 from cattn._input.arrays import broadcast_shapes
 from cattn._input.objects import Quantized, dequantized
 from cattn._input.types import AttentionOutput
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
 
   cattn attend q.npy k.npy v.npy -o out.npy --causal
@@ -46,7 +45,7 @@ with --force."""
 # The arguments are collected at run time, which the overloads of the function do not allow.
 _attention: Callable[..., Any] = cattn.scaled_dot_product_attention
 
-INPUTS = ("inputs", "mask", "bias", "sinks", "key_scale", "value_scale", "lengths", "query_lengths", "starts")
+_INPUTS = ("inputs", "mask", "bias", "sinks", "key_scale", "value_scale", "lengths", "query_lengths", "starts")
 ALIGNMENTS = ("upper_left", "lower_right")
 SLICE_SECONDS = 0.25
 FIRST_SLICE = 2e8  # multiply-adds of the first slice, when the speed is not known yet
@@ -373,3 +372,6 @@ def run(options: argparse.Namespace) -> None:
         commit(list(files.values()))
     if not (options.quiet or to_pipe):
         say(f"{options.output}: {shape} {dtype}{seed}, {time.perf_counter() - start:.2f} s")
+
+
+COMMAND = Command("attention of arrays in .npy, .npz or .safetensors files", _DESCRIPTION, _INPUTS, add_arguments, run)

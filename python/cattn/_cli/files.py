@@ -44,6 +44,16 @@ ARCHIVES = (".npz", ".safetensors")
 SHORT = {"query": "q", "key": "k", "value": "v", "attn_mask": "mask"}  # names that archives may use as well
 
 
+class Command(NamedTuple):
+    """A command of ``python -m cattn``: texts, the options that name input files, and functions."""
+
+    help: str
+    description: str
+    inputs: tuple[str, ...]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
 class InputError(Exception):
     """An argument or input file cannot be used: exit code 2."""
 

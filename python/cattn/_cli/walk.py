@@ -1,13 +1,17 @@
-"""The walk through the chapter: causal attention on one sentence of six tokens, step by step, with the numbers."""
+"""The walk through the chapter, causal attention on six tokens step by step; and ``example``, these tokens as files."""
 
+import argparse
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import cattn
-from cattn._cli.colours import has_colours, shade_cell
+from cattn._cli.files import Command, InputError
+from cattn._cli.messages import has_colours, say, shade_cell
+from cattn.nn._files import replacing
 
 Floats = NDArray[np.float32]
 
@@ -125,3 +129,48 @@ def _promises(query: Floats, key: Floats, value: Floats, context: NDArray[np.flo
     same = np.array_equal(changed[:-1], context[:-1])
     print(f'With NaN in place of "{TOKENS[-1]}", the five rows before it are')
     print(f"the same to the bit: {same}\n")
+
+
+_EXAMPLE_DESCRIPTION = """\
+Writes the six tokens of the walk as files: q.npy, k.npy and v.npy, two numbers for each token, and tokens.txt. With
+them the lines that `python -m cattn` ends with run as they stand.
+
+  cattn example
+  cattn attend q.npy k.npy v.npy -o out.npy --causal --weights w.npy
+  cattn view w.npy -o attention.html --tokens @tokens.txt"""
+
+
+def _add_example_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="where, default here")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--quiet", action="store_true", help="no closing line")
+
+
+def _run_example(options: argparse.Namespace) -> None:
+    """Carry out the command."""
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise InputError(f"{options.folder}: there is no such directory")
+    arrays = dict(zip(("q.npy", "k.npy", "v.npy"), projections(), strict=True))
+    names = [*arrays, "tokens.txt"]
+    there = [name for name in names if (folder / name).exists()]
+    if there and not options.force:
+        raise InputError(f"{', '.join(there)} in {options.folder} would be replaced: choose another folder, or --force")
+    for name in names:
+        with replacing(folder / name) as temporary, open(temporary, "wb") as stream:
+            if name in arrays:
+                np.save(stream, arrays[name])
+            else:
+                stream.write("".join(f"{token}\n" for token in TOKENS).encode())
+    if not options.quiet:
+        say(f"{options.folder}: {', '.join(names)}")
+
+
+EXAMPLE = Command(
+    "the six tokens of the walk as files, to try the other commands",
+    _EXAMPLE_DESCRIPTION,
+    (),
+    _add_example_arguments,
+    _run_example,
+)
