@@ -1,24 +1,35 @@
-"""`diagnose`: which mistake explains what a function returns."""
+"""`diagnose`: which mistakes explain the result of a function, and its checks by formulas, masks and leaks."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from ._diagnosis import Diagnosis
-from ._report import Report
-from ._subject import (
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _properties
+from ._formulas import CAUSAL, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
+from ._function import (
     Masks,
+    Probe,
+    RefusedError,
     Subject,
     find_num_heads,
     find_projections,
     find_state,
+    inner_batch_second,
     library_of,
     number_of_inputs,
     possible_heads,
+    possible_positions,
     prepared,
     unknown_weights,
 )
+from ._properties import Dropout
+from ._report import Mistake, Report
 
 Kind = Literal["causal", "full", "multi_head", "multi_head_full"]
 KINDS = ("causal", "full", "multi_head", "multi_head_full")
@@ -193,3 +204,470 @@ def diagnose(
                 run.find_formula([named] if named else possible_heads(projections))
             return run.report()
         return runs[0].report_refusal()
+
+
+Floats = NDArray[np.float64]
+SHAPES = {2: "(T, D)", 3: "(B, T, D)", 4: "(B, H, T, D)"}
+_MOST = 3  # mistakes at a time
+_COLUMNS = 16  # of the result that are compared first
+_UNKNOWN = "The result differs from attention in a way that no known mistake explains."
+
+
+class Diagnosis(Probe):
+    """One call of `diagnose` with arrays of one library."""
+
+    def __init__(self, *probed: Any, check_nan: bool, alignment: str | None) -> None:
+        super().__init__(*probed)
+        self.check_nan = check_nan
+        self.wanted = alignment
+        self.ranks: list[int] = []
+        self.wrong_ranks: list[int] = []
+        self.refusals: dict[int, RefusedError] = {}
+        self.mistakes: list[Mistake] = []
+        self.notes: list[str] = []
+        self.checked: list[str] = []
+        self.not_checked: list[str] = []
+
+    def find_ranks(self, ranks: tuple[int, ...]) -> bool:
+        """Find the ranks of arrays that the function takes; return whether there is one."""
+        for ndim in ranks:
+            try:
+                self.call(self.draw(self.shape(ndim), 0))
+            except RefusedError as error:
+                self.refusals[ndim] = error
+            else:
+                self.ranks.append(ndim)
+        return bool(self.ranks)
+
+    # ---- the whole ----
+    @property
+    def title(self) -> str:
+        """What is tested, for the first line of the report."""
+        function = self.subject.function
+        name = getattr(function, "__name__", None) or type(function).__name__
+        name = "the function" if name == "<lambda>" else name
+        arguments = "x" if self.subject.num_inputs == 1 else "query, key, value"
+        return f"{name}({arguments}), {self.kind.replace('_', ' ')}"
+
+    def report_refusal(self) -> Report:
+        """Return the report on a function that no arrays suit."""
+        refusals = list(self.refusals.values())
+        shown = [error for error in refusals if error.name == "wrong_shape"][:1]
+        if not shown:  # one text for each kind of error
+            shown = list({str(error).split(" for arrays")[0]: error for error in reversed(refusals)}.values())[::-1]
+        text = " ".join(str(error) for error in shown)
+        cure = "If it takes other arrays, say so by ndim=, num_inputs=, width= or num_tokens=."
+        return Report((Mistake(shown[0].name, text, cure),), subject=self.title)
+
+    def report(self) -> Report:
+        """Check everything and return the report."""
+        if (wrong := Dropout(self, self.ranks[-1]).without()) is not None:
+            self.mistakes.append(wrong)
+        elif self.is_repeatable():
+            for ndim in self.ranks:
+                self.check_rank(ndim)
+            if not self.mistakes:
+                Dropout(self, self.ranks[-1]).check()
+        if self.subject.changed_inputs:
+            text = "It changes its inputs in place."
+            cure = "Compute with a copy, or without += and masked_fill_."
+            self.mistakes.append(Mistake("changes_inputs", text, cure))
+        first: dict[str, Mistake] = {}  # the same mistake for arrays of another rank is not told again
+        for mistake in self.mistakes:
+            first.setdefault(mistake.name if mistake.name == "different" else mistake.text, mistake)
+        if self.subject.swaps and 3 in self.ranks:
+            self.notes.append("batch_first is False, so it was given arrays of (T, B, D)")
+        if 0 < len(self.wrong_ranks) < len(self.ranks):
+            shapes = " and ".join(SHAPES[ndim] for ndim in self.wrong_ranks)
+            self.notes.append(f"it is wrong only for arrays of {shapes}; if it is not meant for them, say so by ndim=")
+        if self.ranks and self.checked:
+            self.checked[0] = f"arrays of {', '.join(SHAPES[ndim] for ndim in self.ranks)}: {self.checked[0]}"
+        return Report(
+            tuple(first.values()), tuple(dict.fromkeys(self.notes)), tuple(self.checked),
+            tuple(dict.fromkeys(self.not_checked)), self.title,
+        )  # fmt: skip
+
+    def has_checked(self, what: str) -> None:
+        """Remember what was checked."""
+        if what not in self.checked:
+            self.checked.append(what)
+
+    def is_repeatable(self) -> bool:
+        """Return whether two calls agree."""
+        inputs = self.draw(self.shape(self.ranks[-1]), 0)
+        first, *others = (self.call(inputs) for _ in range(4))
+        other = next((each for each in others if not np.array_equal(each, first, equal_nan=True)), None)
+        if other is None:
+            return True
+        small, pair = inputs, (first, other)
+        for small in self.small_inputs(self.ranks[-1]):
+            try:
+                pair = self.call(small), self.call(small)
+            except RefusedError:
+                continue
+            if not np.array_equal(*pair, equal_nan=True):
+                break
+        else:
+            small, pair = inputs, (first, other)
+        mode = "In evaluation mode two" if hasattr(self.subject.function, "eval") else "Two"
+        text = f"{mode} calls with the same arguments differ: dropout is active where it must not be."
+        cure = "Drop in training only: nn.Dropout, or F.dropout(weights, p, training=self.training)."
+        if not hasattr(self.subject.function, "eval"):
+            cure = "Give it an argument that turns dropout off; to test dropout itself, name that argument by dropout=."
+        named = self.named(small) | {"one call": pair[0], "another": pair[1]}
+        self.mistakes.append(Mistake("dropout_in_evaluation", text, cure, named))
+        self.not_checked.append("all else, because the results are random")
+        return False
+
+    def check_rank(self, ndim: int) -> None:
+        """Compare with formulas, or check properties, for arrays of one rank."""
+        names = self.subject.masks
+        before = len(self.mistakes)
+        known = self.subject.num_inputs == 3 or self.projections is not None or self.is_plain(ndim)
+        for name, wanted in (("mask", names.mask), ("padding", names.padding)):
+            if wanted is not None and len(self.mistakes) == before and not (name == "padding" and ndim == 2):
+                self.check_masked(ndim, name, known)
+        if len(self.mistakes) == before and known:
+            self.compare(ndim)
+            self.has_checked("formulas")
+            if len(self.mistakes) == before and self.subject.num_inputs == 3 and self.projections is None:
+                self.check_lengths(ndim)
+                self.check_groups(ndim)
+        elif len(self.mistakes) == before:
+            found = _properties.check(self.call_of_x, self.shape(ndim), self.causal, self.subject.tolerance)
+            for wrong, x, got, right in found:
+                self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, {"x": x}, got, right))
+            self.has_checked("properties")
+        if not known:
+            why = (
+                "the projections are not known: pass them as weights={'W_query': ..., 'W_key': ..., 'W_value': ...}"
+                if self.is_only_attention() else "other layers stand around them: diagnose the attention inside"
+            )  # fmt: skip
+            self.not_checked.append(f"scale, order of heads, query, key and value, because {why}")
+        if len(self.mistakes) == before and (large := self.large(ndim, known)) is not None:
+            self.mistakes.append(large)
+        if len(self.mistakes) == before and (self.causal or (names.padding is not None and ndim > 2)):
+            self.check_leaks(ndim)
+        if len(self.mistakes) > before:
+            self.wrong_ranks.append(ndim)
+
+    def is_plain(self, ndim: int) -> bool:
+        """Return whether function(x) is attention of x itself, right or wrong, without projections."""
+        inputs = self.draw(self.shape(ndim), 1)
+        return self.explain(inputs, {}) is not None
+
+    def find_formula(self, numbers: list[int]) -> None:
+        """Take the number of heads, and the positions, with which a formula gives the results for one sequence."""
+        assert self.projections is not None
+        before = self.num_heads, None
+        inputs = self.draw(self.shape(self.ranks[-1], lead=1), 1)
+        places: list[Positions | None] = [None, *possible_positions(self.subject.function)]
+        for most, (positions, number) in itertools.product(range(_MOST), itertools.product(places, numbers)):
+            self.num_heads, self.positions = number, positions
+            d = self.projections.weights[0].shape[1] // number
+            if positions is not None and (most == 2 or (positions.name == "rotary" and d % 2)):
+                continue
+            try:
+                chosen = self.explain(inputs, {}, most)
+            except RefusedError:  # it takes another number of sequences
+                break
+            if chosen is not None and positions is not None:
+                self.notes.append(f"the scores depend on positions: {positions}")
+            if chosen is not None:
+                return
+        self.num_heads, self.positions = before
+
+    # ---- formulas ----
+    def explain(self, inputs: tuple[Floats, ...], masks: dict[str, Any], most: int = _MOST) -> dict[str, Any] | None:
+        """Return the choices of the formula that gives the function's result for these inputs and for others."""
+        got, problem = self.call(inputs, **masks), self.problem(inputs, **masks)
+        columns, first = slice(None), problem
+        if self.projections is not None and self.projections.out is not None:  # a wide output projection takes long
+            columns, first = slice(_COLUMNS), problem._replace(finish=self.projections.narrowed(_COLUMNS).finish)
+        others = self.draw_like(inputs, 77)
+        got_others: Floats | None = None
+        for chosen in formulas(problem, most):
+            part, rows = compute(first, chosen)
+            if not matches(got[..., columns], part[..., columns], rows, 10 * self.subject.tolerance):
+                continue
+            if not matches(got, *compute(problem, chosen), self.subject.tolerance):
+                continue
+            got_others = self.call(others, **masks) if got_others is None else got_others
+            if matches(got_others, *compute(self.problem(others, **masks), chosen), self.subject.tolerance):
+                return chosen
+        return None
+
+    def compare(self, ndim: int, **masks: Any) -> None:
+        """Compare with the formulas, and add the mistakes."""
+        inputs = self.draw(self.shape(ndim), 1)
+        chosen = self.explain(inputs, masks)
+        if chosen is not None:
+            self.add([(wrong, chosen) for wrong in mistakes_of(chosen)], ndim, masks)
+            return
+        mixed = _properties.mixes_batch(lambda *a: self.call(a, **masks), inputs, self.subject.tolerance)
+        if not masks and not mixed and self.causal and (leak := self.smallest(ndim, self.leak, {})) is not None:
+            self.mistakes.append(leak)
+            return
+        if mixed and not masks:
+            self.add([(self.batch_mixed(), None)], ndim, masks, lead=2)
+            alone = self.draw(self.shape(ndim, lead=1), 1)
+            chosen = self.explain(alone, masks)
+            if chosen is not None:
+                self.add([(wrong, chosen) for wrong in mistakes_of(chosen)], ndim, masks, lead=1)
+            return
+        self.add([(self.unknown(inputs, masks), None)], ndim, masks)
+
+    def batch_mixed(self) -> Wrong:
+        """Return the mistake of mixed entries of a batch; PyTorch's module inside may be the cause."""
+        inner = None if self.subject.swaps else inner_batch_second(self.subject.function)
+        if inner is None:
+            return _properties.BATCH
+        cure = f"{inner} inside has batch_first=False and takes (T, B, D): make it with batch_first=True."
+        return _properties.BATCH._replace(cure=cure)
+
+    def unknown(self, inputs: tuple[Floats, ...], masks: dict[str, Any]) -> Wrong:
+        """Return a sentence for a result that no formula explains."""
+        got, (right, rows) = self.call(inputs, **masks), compute(self.problem(inputs, **masks), {})
+        wrong = rows & ~np.isclose(got, right, rtol=0, atol=self.subject.tolerance * np.abs(right).max()).all(axis=-1)
+        with np.errstate(all="ignore"):
+            largest = float(np.abs(got - right)[rows].max(initial=0.0))
+        text = f"{_UNKNOWN} {wrong.sum()} of {rows.sum()} rows differ, by up to {largest:.2g}."
+        if not np.isfinite(got[rows]).all():
+            text = f"{_UNKNOWN} {(~np.isfinite(got).all(axis=-1)).sum()} of {rows.size} rows hold NaN or infinity."
+        cure = ""
+        first = wrong.reshape(-1, wrong.shape[-1])[:, 0]
+        if self.causal and not masks and wrong.any() and not first.any():
+            text += " The first token, which sees only itself, agrees: rotary positions, or another bias of the scores?"
+        if self.projections is not None:
+            cure = "If it also has positions, norms or a window, weights=False checks its properties without a formula."
+        return Wrong("different", text, cure)
+
+    def add(
+        self,
+        wrongs: list[tuple[Wrong, dict[str, Any] | None]],
+        ndim: int,
+        masks: dict[str, Any],
+        lead: int | None = None,
+    ) -> None:
+        """Add mistakes with the smallest input that shows them."""
+        if not wrongs:
+            return
+        chosen = wrongs[0][1]
+        shown = self.draw(self.shape(ndim), 1)
+        given = masks
+        for small in self.small_inputs(ndim, (1, 2) if lead is None else (lead,)):
+            small_masks = self.masks_like(masks, small[0].shape)
+            problem = self.problem(small, **small_masks)
+            try:
+                got = self.call(small, **small_masks)
+            except RefusedError:
+                continue
+            right, rows = compute(problem, {})
+            if not rows.any() or matches(got, right, rows, self.subject.tolerance):
+                continue
+            explained = chosen is None or matches(got, *compute(problem, chosen), self.subject.tolerance)
+            if explained and all(self.tells(problem, got, w, chosen) for w, _ in wrongs):
+                shown, given = small, small_masks
+                break
+        got, (right, _) = self.call(shown, **given), compute(self.problem(shown, **given), {})
+        named = self.named(shown) | dict(given)
+        known = right if np.isfinite(right).any() else None
+        self.mistakes += [Mistake(w.name, w.text, w.cure, named, got, known) for w, _ in wrongs]
+
+    def tells(self, problem: Problem, got: Floats, wrong: Wrong, chosen: dict[str, Any] | None) -> bool:
+        """Return whether an input shows a mistake: without it the result would be another."""
+        if chosen is None:
+            return True
+        for step in chosen:
+            if mistakes_of({step: chosen[step]})[0] == wrong:
+                without = {name: picked for name, picked in chosen.items() if name != step}
+                return not matches(got, *compute(problem, without), self.subject.tolerance)
+        return True
+
+    # ---- other shapes and large numbers ----
+    def check_lengths(self, ndim: int) -> None:
+        """Compare with the formula for fewer queries than keys, if the function takes them."""
+        masked = self.subject.masks.mask is not None or self.subject.masks.padding is not None
+        for T_q in () if masked else (3, 1):
+            query, *rest = self.draw(self.shape(ndim), 3)
+            inputs = (query[..., :T_q, :], *rest)
+            self.alignment = self.wanted or "lower_right"
+            found = self.explain_other(inputs)
+            if found is None:
+                continue
+            what = f"with {T_q} {'queries' if T_q > 1 else 'query'} and {self.T} keys"
+            if not found:
+                self.notes.append(f"{what} the result is another one, which no known mistake explains")
+            for wrong in found[:1]:
+                if wrong.name in ("upper_left", "lower_right") and self.wanted is None:
+                    self.notes.append(f"{wrong.name}: {what}, {wrong.text[0].lower()}{wrong.text[1:]} {wrong.cure}")
+                else:
+                    text = f"{what[0].upper()}{what[1:]}: {wrong.text}"
+                    got, (right, _) = self.call(inputs), compute(self.problem(inputs), {})
+                    self.mistakes.append(Mistake(wrong.name, text, wrong.cure, self.named(inputs), got, right))
+            return
+
+    def check_groups(self, ndim: int) -> None:
+        """Compare with the formula for key and value of fewer heads than the query, if the function takes them."""
+        if ndim < 4 or self.mistakes:
+            return
+        for T, D in ((2, 1), (3, 2), (self.T, self.width or self.shape(ndim)[-1])):
+            shape = (1, 4, T, self.width or D)
+            query, key, value = self.draw(shape, 9)
+            inputs = (query, key[:, :2], value[:, :2])
+            found = self.explain_other(inputs)
+            if found is None or (not found and T < self.T):
+                continue
+            if not found:
+                self.notes.append("with fewer heads of keys and values the result is another one")
+            got, (right, _) = self.call(inputs), compute(self.problem(inputs), {})
+            self.mistakes += [Mistake(w.name, w.text, w.cure, self.named(inputs), got, right) for w in found]
+            return
+
+    def explain_other(self, inputs: tuple[Floats, ...]) -> list[Wrong] | None:
+        """Return the mistakes for inputs of other shapes, [] if unknown; None if it is right or refuses them."""
+        try:
+            got = self.call(inputs)
+        except RefusedError:
+            return None
+        if matches(got, *compute(self.problem(inputs), {}), self.subject.tolerance):
+            return None
+        chosen = self.explain(inputs, {}, 2)
+        return [] if chosen is None else mistakes_of(chosen)
+
+    def large(self, ndim: int, known: bool) -> Mistake | None:
+        """Return the mistake if the result is wrong where scores are so large that exp(score) is infinite."""
+        sizes = {"float64": 900.0, "float32": 900.0, "bfloat16": 400.0, "float16": 40.0}
+        dtype = str(self.subject.dtype).removeprefix("torch.")
+
+        def test(shape: tuple[int, ...], masks: dict[str, Any], sign: float = 1.0) -> Mistake | None:
+            query, *others = self.draw((*shape[:-2], 1, shape[-1]), 10)
+            noise = self.draw(shape, 11)
+            centre = (
+                query,
+                *([sign * query, others[-1]] if others else []),
+            )  # scores are far from 0, and close together
+            inputs = tuple(middle + 0.01 * array for middle, array in zip(centre, noise, strict=True))
+            scores = np.abs(scores_of(self.problem(inputs))).max() if known else 1.0
+            factor = (sizes.get(dtype, 40.0) / max(scores, 1e-6)) ** 0.5 if known else 100.0
+            inputs = tuple(factor * array if i < 2 or known else array for i, array in enumerate(inputs))
+            got = self.call(inputs)
+            right, rows = compute(self.problem(inputs), {}) if known else (got, np.ones(got.shape[:-1], np.bool_))
+            if not np.isfinite(got[rows]).all():
+                text = "With large scores the result is NaN or infinite: exp(score) overflows."
+                cure = "Subtract the maximum of each row first: np.exp(scores - scores.max(axis=-1, keepdims=True))."
+                shown = right if known else None
+                return Mistake("softmax_overflows", text, cure, self.named(inputs), got, shown)
+            loose = max(self.subject.tolerance, 0.01)
+            if not known or dtype not in ("float64", "float32") or matches(got, right, rows, loose):
+                return None
+            if not self.causal:
+                return Mistake(
+                    "different", f"{_UNKNOWN} It is right for small scores.", "", self.named(inputs), got, right
+                )
+            text = "With large scores, hidden tokens have weight."
+            cure = "Fill hidden scores with -inf, or a number like -1e9, not with one that scores can reach."
+            return Mistake("hidden_has_weight", text, cure, self.named(inputs), got, right)
+
+        if not known and dtype in ("float16", "bfloat16"):  # products may overflow, too
+            return None
+        try:
+            return self.smallest(ndim, test, {}) or self.smallest(ndim, functools.partial(test, sign=-1.0), {})
+        except RefusedError as error:
+            return Mistake(error.name, f"With large scores: {error}")
+
+    # ---- masks ----
+    def check_masked(self, ndim: int, name: str, known: bool) -> None:
+        """Check a mask that the function is given as an argument."""
+        shape = self.shape(ndim)
+        masks = self.example_mask(name, shape)
+        try:
+            if known:
+                self.compare(ndim, **masks)
+            else:
+                call = functools.partial(self.call_of_x, **masks)
+                found = _properties.check_hidden(call, shape, masks, self.causal, self.subject.tolerance)
+                if found is not None:
+                    wrong, x, got = found
+                    self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, {"x": x, **masks}, got))
+        except RefusedError as error:
+            argument = getattr(self.subject.masks, name)
+            size = "(T, T)" if name == "mask" else "(B, T)"
+            self.mistakes.append(Mistake(error.name, f"With {argument}= of {size}: {error}"))
+        self.has_checked(name)
+
+    def poisoned(
+        self, shape: tuple[int, ...], masks: dict[str, Any], numbers: tuple[float, float]
+    ) -> tuple[tuple[Floats, ...], Any]:
+        """Return inputs whose hidden keys and values are multiplied by these numbers, and the index of other rows."""
+        inputs = tuple(np.round(array, 1) for array in self.draw(shape, 2))
+        hidden: Any = np.s_[..., -1, :]
+        kept: Any = np.s_[..., :-1, :]
+        if "padding" in masks:
+            place = self.padded(shape[-2], int(masks["padding"][-1].sum()))
+            rest = slice(place.stop, None) if self.causal else slice(place.start)
+            hidden, kept = np.s_[-1, ..., place, :], np.s_[-1, ..., rest, :]
+        for array, number in zip(inputs[-2:], numbers[-len(inputs) :], strict=False):
+            array[hidden] *= number
+        return inputs, kept
+
+    def leak(self, shape: tuple[int, ...], masks: dict[str, Any]) -> Mistake | None:
+        """Return the mistake if large numbers in hidden tokens change the others."""
+        before, kept = self.poisoned(shape, masks, (1.0, 1.0))
+        changed, _ = self.poisoned(shape, masks, (3.0, 1000.0))
+        first, second = self.call(before, **masks), self.call(changed, **masks)
+        size = np.abs(first[kept]).max(initial=0.0)
+        difference = np.abs(second[kept] - first[kept]).max(initial=0.0)
+        if difference <= self.subject.tolerance * size:
+            return None
+        named = self.named(changed) | masks
+        if difference > 10 * size and not masks:
+            return Mistake(CAUSAL["none"].name, CAUSAL["none"].text, CAUSAL["none"].cure, named, second, None)
+        what = "padding" if masks else "the last token"
+        text = f"Hidden tokens have a small weight: larger numbers in {what} change the results of others."
+        cure = "Fill hidden scores with -inf, or a number like -1e9, not with one that scores can reach."
+        return Mistake("hidden_has_weight", text, cure, named, second, None)
+
+    def nan_leak(self, shape: tuple[int, ...], masks: dict[str, Any]) -> Mistake | None:
+        """Return the mistake if NaN in hidden tokens reaches the others."""
+        changed, kept = self.poisoned(shape, masks, (np.nan, np.nan))
+        after = self.call(changed, **masks)
+        if np.isfinite(after[kept]).all():
+            return None
+        what = "padding" if masks else "the last token"
+        text = f"NaN in {what} reaches tokens that do not see it, because 0 * NaN is NaN."
+        cure = "Leave hidden keys out, as cattn does, or set their values to 0: np.where(visible, value, 0)."
+        return Mistake("nan_leaks", text, cure, self.named(changed) | masks, after, None)
+
+    def smallest(self, ndim: int, test: Callable[..., Mistake | None], masks: dict[str, Any]) -> Mistake | None:
+        """Return the mistake that a test finds in the full inputs, with the smallest inputs that show it."""
+        if (whole := test(self.shape(ndim), masks)) is None:
+            return None
+        depth = None if self.width else self.num_heads if self.splits else 1
+        for T in range(2, self.T):
+            shape = self.shape(ndim, T=T, lead=1, depth=depth)
+            try:
+                found = test(shape, self.masks_like(masks, shape))
+            except RefusedError:
+                continue
+            if found is not None and found.text == whole.text:
+                return found
+        return whole
+
+    def check_leaks(self, ndim: int) -> None:
+        """Check that large numbers, and NaN, in hidden tokens do not reach the others."""
+        masks: dict[str, Any] = {}
+        if self.subject.masks.padding is not None and ndim > 2:
+            masks = self.example_mask("padding", self.shape(ndim))
+        self.has_checked("leaks of hidden tokens")
+        if (leak := self.smallest(ndim, self.leak, masks)) is not None:
+            self.mistakes.append(leak)
+            return
+        if not self.check_nan:
+            return
+        try:
+            leak = self.smallest(ndim, self.nan_leak, masks)
+        except RefusedError:  # a function may refuse NaN
+            return
+        if leak is not None:
+            self.mistakes.append(leak)
