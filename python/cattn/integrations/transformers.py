@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .._input.names import public_names
-from ._model_code import (
+from ._eager_attention import (
     asks_the_interface,
     find_keywords,
     has_attention_of_its_own,

@@ -18,8 +18,7 @@ from ..cache import KVCache
 from ..functional import causal_attention, causal_mask, scaled_dot_product_attention
 from ..functional._derivatives import attention_backward
 from ..random import TorchGenerator, to_replay
-from ._layers import Dropout, show_dtype
-from ._module import Module
+from ._layers import Dropout, Module, show_dtype
 
 Array = NDArray[Any]
 

@@ -12,7 +12,6 @@ except ImportError as _error:
 from typing import Any as _Any
 
 from ..._input.names import public_names
-from . import _batching as _batching  # registers the rules of torch.vmap
 from . import nn
 from ._attention import scaled_dot_product_attention
 from ._swap import Seen, batch_invariant, use_cattn

@@ -12,10 +12,17 @@ from torch import Tensor
 from ..._input.names import with_hints
 from ..._input.objects import BlockMask, Quantized, no_scale_error
 from ..._input.types import Alignment, AttentionOutput, Layout, Window
-from ._compute import forward, recorded
-from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options
-from ._quantized import read_quantized
-from ._second import attend_transformed
+from ._derivatives import attend_transformed
+from ._operator import (
+    POSITIONS,
+    WithGradients,
+    as_seed,
+    attention_operator,
+    forward,
+    read_block_mask,
+    recorded,
+    write_options,
+)
 from ._tensors import (
     DTYPES,
     QUANTIZED,
@@ -28,6 +35,7 @@ from ._tensors import (
     is_transformed,
     nobody_watches,
     read_causal_bias,
+    read_quantized,
 )
 
 _ALIGNMENTS = {False: "", True: "upper_left", "upper_left": "upper_left", "lower_right": "lower_right"}

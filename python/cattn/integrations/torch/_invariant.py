@@ -7,14 +7,17 @@ another. Which elements those are depends on the size of a tensor and on the num
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ._sums import REDUCTIONS
+from ._tensors import DTYPES
 
 Kernel: TypeAlias = Callable[..., Any]
 
@@ -161,7 +164,351 @@ def kernel_that_refuses(name: str) -> Callable[..., NoReturn]:
     return kernel
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+Doubles: TypeAlias = NDArray[np.float64]
+
+_COMPLEX = (torch.complex64, torch.complex128)
+_DOUBLE = (torch.float64, torch.complex128)
+# So many terms are converted at a time, by one thread: they stay in the cache.
+_BLOCK = 2**15
+# A score below this one is that of a masked key.
+_MASKED = -9000
+
+
+# ---- one after the other ---------------------------------------------------------------------------------------------
+def _in_order(terms: Tensor, operation: np.ufunc = np.add, wide: Any = np.float64) -> NDArray[Any]:
+    """Return the sum (or the product) of each column, one term after the other, in float64 or wider."""
+    n, m = terms.shape
+    total: NDArray[Any] = np.full(m, operation.identity, wide)
+    step = max(1, _BLOCK // max(m, 1))
+    by_columns = m < 16  # NumPy's loop over the shorter axis would take most of the time
+    block = np.empty((m, min(step, n) + 1) if by_columns else (min(step, n) + 1, m))
+    columns = block if by_columns else block.T
+    target = torch.from_numpy(block) if by_columns else torch.from_numpy(block).T
+    for start in range(0, n, step):
+        size = min(step, n - start)
+        target[:, 1 : size + 1].copy_(terms[start : start + size].T)
+        part = columns[:, : size + 1].astype(wide, copy=False)
+        part[:, 0] = total
+        total = operation.accumulate(part, axis=1)[:, -1] if by_columns else operation.reduce(part.T, axis=0)
+    return total
+
+
+# ---- exact sums ------------------------------------------------------------------------------------------------------
+def _halve(terms: Doubles) -> tuple[Doubles, Doubles]:
+    """Return a sum of the rows, and numbers that are missing from it: both together are the exact sum."""
+    errors = [terms[:0]]
+    while len(terms) > 1:
+        half = len(terms) // 2
+        x, y = terms[:half], terms[half : 2 * half]
+        total = x + y
+        z = total - x
+        errors.append((x - (total - z)) + (y - z))
+        terms = np.concatenate([total, terms[2 * half :]])
+    return terms[0], np.concatenate(errors)
+
+
+def _round_exactly(terms: Doubles) -> float:
+    """Return the exact sum of the terms, rounded once."""
+    finite = np.isfinite(terms)
+    if not finite.all():
+        return float(np.add.reduce(terms[~finite]))
+    total, least = 0, -1074
+    for start in range(0, len(terms), 2**26):  # a sum of so many numbers of 27 bits is exact
+        fractions, exponents = np.frexp(terms[start : start + 2**26])
+        digits = np.ldexp(fractions, 53).astype(np.int64)
+        places = exponents - 53 - (least - 53)
+        for shift, numbers in ((27, digits >> 27), (0, digits & (2**27 - 1))):
+            for place, number in enumerate(np.bincount(places, numbers)):
+                if number:
+                    total += int(number) << (place + shift)
+    try:
+        return total / (1 << (53 - least))
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
+def _exactly(terms: Tensor) -> Doubles:
+    """Return the sum of each column of float64, rounded once."""
+    n, m = terms.shape
+    step = max(16, 2**20 // max(m, 1))
+    rows: list[Doubles] = []
+    missing = np.zeros(m)  # what the sums below leave out is at most so much
+
+    def distil(part: Doubles) -> tuple[Doubles, Doubles]:
+        nonlocal missing
+        total, errors = _halve(part)
+        rest, lost = _halve(errors) if len(errors) else (np.zeros(m), errors)
+        missing = missing + np.abs(lost).sum(0)
+        return total, rest
+
+    for start in range(0, n, step):
+        rows.extend(distil(terms[start : start + step].double().contiguous().numpy()))
+    total, rest = distil(np.stack(rows))
+    margin = np.where(missing > 0, 1.01 * missing + 2.0**-52 * np.abs(rest), 0)
+    low: Doubles = total + (rest - margin)
+    unsure = ~(low == total + (rest + margin))
+    for i in np.flatnonzero(unsure):
+        low[i] = _round_exactly(terms[:, i].double().contiguous().numpy())
+    return low + 0.0  # no -0, which zeros of padding would make 0
+
+
+def _find_axes(x: Tensor, dim: Any) -> tuple[int, ...]:
+    """Return the axes that PyTorch has accepted."""
+    if dim is None or (not isinstance(dim, int) and not dim):
+        return tuple(range(x.ndim))
+    axes = [dim] if isinstance(dim, int) else dim
+    return tuple(sorted(axis % x.ndim for axis in axes)) if x.ndim else ()
+
+
+def _columns(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Return a matrix whose columns are to be reduced, and the shape of the result."""
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    shape = [x.shape[axis] for axis in kept]
+    return x.permute((*axes, *kept)).reshape(math.prod(x.shape[axis] for axis in axes), math.prod(shape)), shape
+
+
+def add(x: Tensor, axes: tuple[int, ...], exact: bool) -> Tensor:
+    """Return the sum over axes, in float64: exact, or one term after the other."""
+    terms, shape = _columns(x, axes)
+    with np.errstate(all="ignore"):
+        total = _exactly(terms) if exact else _in_order(terms)
+    return torch.from_numpy(total).reshape(shape)
+
+
+def _keep(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    for axis in axes:
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _fill(result: Tensor, numbers: Tensor) -> Tensor:
+    return result.copy_(numbers.reshape(result.shape))
+
+
+def _is_ours(x: Tensor, result: Tensor) -> bool:
+    return result.dtype in (*DTYPES, *_COMPLEX) and x.layout is torch.strided and x.numel() > 0
+
+
+# ---- sums and their like ---------------------------------------------------------------------------------------------
+def _kernel_of_sum(theirs: Any, *, mean: bool = False, skip_nan: bool = False) -> Kernel:
+    def kernel(keyset: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        result: Tensor = theirs.call_boxed(keyset, x, dim, keepdim, **options)
+        if not _is_ours(x, result):
+            return result
+        axes, terms = _find_axes(x, dim), x.to(result.dtype)
+        count = math.prod(x.shape[axis] for axis in axes) if mean else 1
+        if skip_nan:
+            terms = terms.masked_fill(terms.isnan(), 0)
+        if not result.is_complex():
+            return _fill(result, add(terms, axes, result.dtype in _DOUBLE) / count)
+        total = add(torch.view_as_real(terms.resolve_conj()), axes, result.dtype in _DOUBLE) / count
+        return _fill(result, torch.view_as_complex(total))
+
+    return kernel
+
+
+def _kernel_of_product(theirs: Any) -> Kernel:
+    def kernel(keyset: Any, x: Tensor, dim: Any = None, *arguments: Any, **options: Any) -> Any:
+        given = arguments if dim is None else (dim, *arguments)
+        result: Tensor = theirs.call_boxed(keyset, x, *given, **options)
+        if not _is_ours(x, result) or result.is_complex():
+            return result
+        terms, shape = _columns(x.to(result.dtype), _find_axes(x, dim))
+        with np.errstate(all="ignore"):
+            wide = np.longdouble if result.dtype is torch.float64 else np.float64
+            found = _in_order(terms, np.multiply, wide).astype(np.float64)
+        return _fill(result, torch.from_numpy(found).reshape(shape))
+
+    return kernel
+
+
+def _kernel_of_norm(theirs: Any) -> Kernel:
+    def kernel(keyset: Any, x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        result: Tensor = theirs.call_boxed(keyset, x, order, dim, keepdim, **options)
+        order = float(order)
+        if not _is_ours(x, result) or not math.isfinite(order):  # the largest or the smallest is exact
+            return result
+        dtype = options.get("dtype")
+        sizes = (x if dtype is None else x.to(dtype)).abs().double()
+        if order == 0:
+            terms = sizes.ne(0).double()
+        elif order in (1, 2):
+            terms = sizes if order == 1 else sizes * sizes
+        else:
+            terms = sizes.pow(order)
+        total = add(terms, _find_axes(x, dim), result.dtype is torch.float64)
+        if order == 2:
+            total = total.sqrt()
+        elif order not in (0, 1):
+            total = total.pow(1 / order)
+        return _fill(result, total)
+
+    return kernel
+
+
+def _kernel_of_variance(theirs: Any, *, root: bool = False, with_mean: bool = False) -> Kernel:
+    def kernel(
+        keyset: Any, x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False, **options: Any
+    ) -> Any:
+        results = theirs.call_boxed(keyset, x, dim, correction=correction, keepdim=keepdim, **options)
+        axes = _find_axes(x, dim)
+        count = math.prod(x.shape[axis] for axis in axes)
+        freedom = count - (1 if correction is None else correction)
+        if x.dtype not in DTYPES or x.layout is not torch.strided or x.numel() == 0 or freedom <= 0:
+            return results
+        wide, exact = x.double(), x.dtype is torch.float64
+        mean = add(wide, axes, exact) / count
+        rest = wide - _keep(mean, axes)
+        found = add(rest * rest, axes, exact) / freedom
+        first, *second = results if with_mean else (results,)
+        _fill(first, found.sqrt() if root else found)
+        for result in second:
+            _fill(result, mean)
+        return results
+
+    return kernel
+
+
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+class Notices:
+    """Warnings that one block gives once."""
+
+    def __init__(self) -> None:
+        self.given = False
+
+    def look_for_padding(self, scores: Tensor, dim: int) -> None:
+        """Warn of a batch whose first keys are masked in every row: products over the keys are shifted by them."""
+        if self.given or scores.ndim < 3 or dim % scores.ndim != scores.ndim - 1 or scores.shape[-2] < 2:
+            return
+        if (scores[..., 0].flatten(1).amax(1) <= _MASKED).any():
+            self.given = True
+            warnings.warn(
+                "batch_invariant(): softmax of scores whose first keys are masked, as by padding on the left. A "
+                "product of the weights with the values adds its terms in another order then than without padding, so "
+                "that last bits differ from the text alone: pad on the right, or use cattn.integrations.transformers, "
+                "where the model allows it",
+                stacklevel=3,
+            )
+
+
+notices = Notices()
+
+
+def _kernel_of_softmax(theirs: Any, *, log: bool = False) -> Kernel:
+    def kernel(keyset: Any, x: Tensor, dim: int, *arguments: Any, **options: Any) -> Any:
+        result: Tensor = theirs.call_boxed(keyset, x, dim, *arguments, **options)
+        if not _is_ours(x, result) or x.dtype not in DTYPES:
+            return result
+        notices.look_for_padding(x, dim)
+        axes = _find_axes(x, [dim])
+        wide = x if x.dtype.itemsize > 2 else x.float()
+        rest = wide - wide.amax(dim, keepdim=True)
+        sizes = rest.exp()
+        total = _keep(add(sizes, axes, x.dtype is torch.float64), axes)
+        # the quotient of float32 numbers is rounded to float32 before halves are made of it, as in PyTorch
+        return _fill(result, rest - total.log().to(rest.dtype) if log else sizes / total.to(rest.dtype))
+
+    return kernel
+
+
+def _kernel_of_softmax_gradient(theirs: Any, *, log: bool = False) -> Kernel:
+    def kernel(keyset: Any, grad: Tensor, output: Tensor, dim: int, *arguments: Any, **options: Any) -> Any:
+        result: Tensor = theirs.call_boxed(keyset, grad, output, dim, *arguments, **options)
+        if not _is_ours(grad, result) or grad.dtype not in DTYPES:
+            return result
+        axes, exact = _find_axes(grad, [dim]), grad.dtype is torch.float64
+        wide, out = grad.double(), output.double()
+        if log:
+            return _fill(result, wide - out.exp() * _keep(add(wide, axes, exact), axes))
+        return _fill(result, out * (wide - _keep(add(wide * out, axes, exact), axes)))
+
+    return kernel
+
+
+# ---- layers and losses -----------------------------------------------------------------------------------------------
+def _kernel_of_layer_norm_gradient(theirs: Any) -> Kernel:
+    """Return the kernel of a gradient: PyTorch adds the rows' contributions to weight and bias by threads."""
+
+    def kernel(keyset: Any, grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, *arguments: Any) -> Any:
+        results = theirs.call_boxed(keyset, grad, x, shape, mean, rstd, *arguments)
+        axes, exact = tuple(range(x.ndim - len(shape))), x.dtype is torch.float64
+        if x.numel() == 0 or x.dtype not in DTYPES:
+            return results
+        wide = grad.double()
+        for result, factor in ((results[1], True), (results[2], False)):
+            if result is not None and result.numel():
+                terms = wide * ((x.double() - mean.double()) * rstd.double()) if factor else wide
+                _fill(result, add(terms, axes, exact))
+        return results
+
+    return kernel
+
+
+def _kernel_of_nll(theirs: Any) -> Kernel:
+    """Return the kernel of the loss of log-probabilities, whose sum PyTorch divides by the sum of the weights."""
+
+    def kernel(
+        keyset: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, **outs: Any
+    ) -> Any:
+        results = theirs.call_boxed(keyset, x, target, weight, reduction, ignored, **outs)
+        if reduction == 0 or x.dtype not in DTYPES or x.numel() == 0:
+            return results
+        classes, exact = min(x.ndim - 1, 1), x.dtype is torch.float64
+        valid = target != ignored
+        index = target.where(valid, 0)
+        weights = (torch.ones_like(index, dtype=torch.float64) if weight is None else weight.double()[index]) * valid
+        chosen = x.gather(classes, index.unsqueeze(classes)).squeeze(classes).double()
+        losses = -chosen.where(valid, 0) * weights
+        axes = tuple(range(losses.ndim))
+        total, divisor = add(losses, axes, exact), add(weights, axes, exact)
+        _fill(results[0], total / divisor if reduction == 1 else total)
+        _fill(results[1], divisor)
+        return results
+
+    return kernel
+
+
+def _kernel_of_batch_norm(theirs: Any) -> Kernel:
+    """Return the kernel of a normalisation by known statistics, for which PyTorch has a formula for each layout."""
+
+    def kernel(
+        keyset: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *arguments: Any
+    ) -> Any:
+        results = theirs.call_boxed(keyset, x, weight, bias, mean, variance, training, *arguments)
+        if training or x.dtype not in DTYPES or x.layout is not torch.strided:
+            return results
+        shape = [-1] + [1] * (x.ndim - 2)
+        factor = 1 / (variance.double() + arguments[1]).sqrt()
+        factor = factor if weight is None else factor * weight.double()
+        added = -mean.double() * factor if bias is None else bias.double() - mean.double() * factor
+        _fill(results[0], x.double() * factor.reshape(shape) + added.reshape(shape))
+        return results
+
+    return kernel
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+_mean = partial(_kernel_of_sum, mean=True)
+_nansum = partial(_kernel_of_sum, skip_nan=True)
+_std = partial(_kernel_of_variance, root=True)
+REDUCTIONS: dict[str, Callable[[Any], Kernel]] = {
+    **dict.fromkeys(("sum.dim_IntList", "sum.IntList_out"), _kernel_of_sum),
+    **dict.fromkeys(("mean.dim", "mean.out"), _mean),
+    **dict.fromkeys(("nansum", "nansum.out"), _nansum),
+    **dict.fromkeys(("prod", "prod.dim_int", "prod.int_out"), _kernel_of_product),
+    **dict.fromkeys(("linalg_vector_norm", "linalg_vector_norm.out"), _kernel_of_norm),
+    **dict.fromkeys(("var.correction", "var.correction_out"), _kernel_of_variance),
+    **dict.fromkeys(("std.correction", "std.correction_out"), _std),
+    "var_mean.correction": partial(_kernel_of_variance, with_mean=True),
+    "std_mean.correction": partial(_kernel_of_variance, root=True, with_mean=True),
+    **dict.fromkeys(("_softmax", "_softmax.out"), _kernel_of_softmax),
+    **dict.fromkeys(("_log_softmax", "_log_softmax.out"), partial(_kernel_of_softmax, log=True)),
+    "_softmax_backward_data": _kernel_of_softmax_gradient,
+    "_log_softmax_backward_data": partial(_kernel_of_softmax_gradient, log=True),
+    "native_batch_norm": _kernel_of_batch_norm,
+    "native_layer_norm_backward": _kernel_of_layer_norm_gradient,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_forward.output", "nll_loss2d_forward"), _kernel_of_nll),
+}
 # For each overload the function that makes our kernel from PyTorch's.
 INVARIANT: dict[str, Callable[[Any], Kernel]] = {
     **REDUCTIONS,

@@ -1,20 +1,22 @@
-"""The ways of attention through PyTorch: at once, with autograd, and as custom operators that PyTorch can trace."""
+"""Attention of tensors by cattn's functions, and its ways through PyTorch: at once, with autograd, as operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._library.autograd import make_autograd_impl
 
+import cattn
 from cattn import _cattn
 
 from ..._input.objects import split_blocks
-from ._compute import backward, empty_output, forward, recorded, row_shape
 from ._tensors import (
+    OPERATOR,
     as_array,
     as_tensor,
     check_class,
@@ -24,6 +26,276 @@ from ._tensors import (
     untracked,
     without_compiler,
 )
+
+_profiler_enabled: Any = torch._C._autograd._profiler_enabled
+# The arguments that may carry a gradient: query, key, value, attn_mask, bias, sinks.
+Operands: TypeAlias = Sequence[Tensor | None]
+
+
+class Result(NamedTuple):
+    """Tensors of a forward pass. lse and weights are None unless the caller wants them."""
+
+    out: Tensor
+    lse: Tensor | None
+    weights: Tensor | None
+
+
+def row_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None) -> tuple[int, ...]:
+    """Return the shape of the output without its last axis."""
+    q, k, v = query.shape, key.shape, value.shape
+    if q[:-2] == k[:-2] == v[:-2]:
+        return q[:-1]
+    heads = query.ndim > 2 if enable_gqa else enable_gqa is None and query.ndim > 3
+    shared = 3 if heads else 2  # grouped heads do not broadcast: the output has the heads of the query
+    broadcast_shapes: Any = torch.broadcast_shapes  # has no types
+    batch = broadcast_shapes(q[:-shared], k[:-shared], v[:-shared])
+    if heads and q[-3] == 1:  # one query head for all heads of keys
+        return (*batch, *broadcast_shapes(k[-3:-2], v[-3:-2]), q[-2])
+    return (*batch, *q[-shared:-1])
+
+
+def tokens_first(query: Tensor) -> bool:
+    """Return whether the tokens come before the heads in the memory of the query, (B, T, H, head_dim).
+
+    The output follows, as PyTorch's does, so that its heads can be joined without a copy.
+    """
+    return query.ndim == 4 and query.shape[2] != 1 and query.stride(1) < query.stride(2)
+
+
+def empty_output(rows: tuple[int, ...], query: Tensor, value: Tensor) -> Tensor:
+    """Return an output of these rows whose numbers are not set, in the memory order of the query."""
+    if len(rows) == 3 and tokens_first(query):
+        (_, heads, tokens), width = rows, value.shape[-1]
+        strides = (tokens * heads * width, width, heads * width, 1)
+        return query.new_empty_strided((*rows, width), strides)  # no view: those have no tangents of their own
+    return query.new_empty((*rows, value.shape[-1]))
+
+
+def recorded(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; a profiler that is active shows it under this name, as it shows operators."""
+    if not _profiler_enabled():
+        return function(*arguments)
+    with torch.profiler.record_function(name):
+        return function(*arguments)
+
+
+def _stored(tensor: Tensor, name: str, options: dict[str, Any]) -> Any:
+    """Return a key or value as cattn's functions take it."""
+    scale = options.get(f"{name}_scale")
+    return as_array(tensor) if scale is None else cattn.Quantized._of_argument(as_array(tensor), scale, name)
+
+
+def _with_extras(
+    options: dict[str, Any], attn_mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
+) -> dict[str, Any]:
+    """Return the keyword arguments of cattn's functions, with the operands that most calls do not have."""
+    if options.keys() & {"key_scale", "value_scale", "block_mask"}:
+        options = {name: x for name, x in options.items() if name not in ("key_scale", "value_scale")}
+        blocks, size = options.pop("block_mask", None), options.pop("block_size", None)
+        options["block_mask"] = None if blocks is None else cattn.BlockMask._of_argument(blocks, size)
+    if attn_mask is not None:
+        options = {**options, "attn_mask": as_array(attn_mask)}
+    if bias is not None:
+        options = {**options, "bias": as_array(bias)}
+    if sinks is not None:
+        options = {**options, "sinks": as_array(sinks)}
+    return options
+
+
+def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: bool) -> Result:
+    """Return attention of the operands, in tensors on the arrays of the result.
+
+    lse is float64, because the gradients need its digits.
+    """
+    query, key, value, attn_mask, bias, sinks = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    attention: Any = cattn.scaled_dot_product_attention  # the overloads do not see through **options
+    arrays = as_array(query), _stored(key, "key", options), _stored(value, "value", options)
+    options = _with_extras(options, attn_mask, bias, sinks)
+    out = None
+    if tokens_first(query):
+        try:
+            rows = row_shape(query, key, value, options.get("enable_gqa"))
+        except RuntimeError:  # cattn's own error names the argument whose shape is wrong
+            rows = ()
+        if len(rows) == 3:
+            out = empty_output(rows, query, value)
+            memory = as_array(out)
+            options = {**options, "out": cattn.AttentionOutput(memory) if lse or weights else memory}
+    if not lse and not weights:
+        array = attention(*arrays, **options)
+        return Result(as_tensor(array, query.dtype) if out is None else out, None, None)
+    extras = attention(*arrays, return_lse=np.float64 if lse else False, return_weights=weights, **options)
+    return Result(
+        as_tensor(extras.out, query.dtype) if out is None else out,
+        as_tensor(extras.lse) if lse else None,
+        as_tensor(extras.weights, query.dtype) if weights else None,
+    )
+
+
+def backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given the gradients of the output, of lse and of the weights; None is 0.
+
+    The mask has one only if it is additive and there is no bias. Quantized keys and values have none.
+    """
+    # The compiler gives zeros for an output that no loss depends on.
+    if grad_weights is None or not bool(grad_weights.any()):
+        return _backward_of_output(grad_out, grad_lse, operands, out, lse, options)
+    by_weights = _backward_of_weights(grad_weights, operands, options)
+    if grad_out is None and grad_lse is None:
+        value = operands[2]
+        assert value is not None
+        of_value = torch.zeros_like(value) if value.dtype is out.dtype else None  # the weights do not depend on it
+        return (*by_weights[:2], of_value, *by_weights[3:])
+    by_output = _backward_of_output(grad_out, grad_lse, operands, out, lse, options)
+    return tuple(a if b is None else a + b for a, b in zip(by_output, by_weights, strict=True))  # type: ignore[operator]
+
+
+def _backward_of_weights(
+    grad_weights: Tensor, operands: Operands, options: dict[str, Any]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given the weights' gradients: the output for the unit matrix as value."""
+    query, key, value, *rest = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    size = key.shape[-2]
+    if (key_indices := options.get("key_indices")) is not None:
+        grad_weights = _of_all_keys(grad_weights, key_indices, size)
+    unit = torch.eye(size, dtype=query.dtype, device="cpu").expand(*value.shape[:-2], size, size)
+    operands = (query, key, unit, *rest)
+    # The weights are those before dropout.
+    options = {name: x for name, x in options.items() if name not in ("dropout_p", "rng", "value_scale")}
+    again = forward(operands, options, lse=True, weights=False)
+    assert again.lse is not None
+    grads = _backward_of_output(grad_weights, None, operands, again.out, again.lse, options)
+    return (*grads[:2], None, *grads[3:])
+
+
+def _of_all_keys(grad_weights: Tensor, key_indices: NDArray[Any], size: int) -> Tensor:
+    """Return the gradient of the weights of listed keys as a gradient of the weights of all keys.
+
+    The output for the unit matrix is the sum of a key's weights. Where a list names it several times they are equal, so
+    that each has the mean of their gradients.
+    """
+    indices = torch.from_numpy(key_indices.astype(np.int64)).expand(grad_weights.shape)
+    wide, named, places = grad_weights.to(torch.float64), indices >= 0, indices.clamp(min=0)
+    none = wide.new_zeros(*wide.shape[:-1], max(size, 1))
+    total = none.scatter_add(-1, places, wide.where(named, 0))
+    count = none.scatter_add(-1, places, named.to(wide.dtype))
+    return (total / count.clamp(min=1))[..., :size].to(grad_weights.dtype)
+
+
+def _backward_of_output(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given the gradients of the output and of lse; None is 0."""
+    query, key, value, attn_mask, bias, sinks = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if grad_lse is not None:
+        options = {**options, "grad_lse": as_array(grad_lse)}
+    grads = cattn.attention_backward(
+        as_array(grad_out), as_array(query), _stored(key, "key", options), _stored(value, "value", options),
+        as_array(out), as_array(lse),
+        **_with_extras(options, attn_mask, bias, sinks),
+    )  # fmt: skip
+    return _as_gradients(grads, operands, out.dtype)
+
+
+def derive(
+    tangents: Operands, operands: Operands, out: Tensor, lse: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the derivatives of the output and of lse in the direction of the tangents; None is 0."""
+    attention_jvp: Any = cattn.attention_jvp  # does not see through **options
+    result = attention_jvp(
+        *_inputs(operands), **_tangents(tangents, operands), return_lse=True, out=as_array(out), lse=as_array(lse),
+        **_with_extras(_of_second_order(options), *operands[3:]),
+    )  # fmt: skip
+    return as_tensor(result.out_tangent, out.dtype), as_tensor(result.lse_tangent).to(torch.float64)
+
+
+def backward_of_derivative(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    tangents: Operands,
+    operands: Operands,
+    results: Sequence[Tensor],
+    options: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given the gradients of the derivatives of the output and of lse.
+
+    The results are the output, lse, and their derivatives.
+    """
+    out, lse, out_tangent, lse_tangent = results
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    options = _of_second_order(options)
+    if grad_lse is not None:
+        options["grad_lse_tangent"] = as_array(grad_lse)
+    dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
+    attention_jvp_backward: Any = cattn.attention_jvp_backward
+    grads = attention_jvp_backward(
+        as_array(grad_out), *_inputs(operands), as_array(out), as_array(lse), as_array(out_tangent),
+        as_array(lse_tangent.to(dtype)), **_tangents(tangents, operands), **_with_extras(options, *operands[3:]),
+    )  # fmt: skip
+    return _as_gradients(grads, operands, out.dtype)
+
+
+def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    query, key, value = operands[:3]
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    return as_array(query), as_array(key), as_array(value)
+
+
+def _of_second_order(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of passes with tangents; an error if there is one that they do not have."""
+    refused = {"key_scale": "a quantized key", "value_scale": "a quantized value", "key_indices": "key_indices"}
+    refused |= {"compute_dtype": "compute_dtype"}
+    for name, what in refused.items():
+        if options.get(name) is not None:
+            raise NotImplementedError(f"{OPERATOR} has no second derivatives and no forward mode with {what}")
+    return {name: x for name, x in options.items() if name not in refused}
+
+
+def _tangents(tangents: Operands, operands: Operands) -> dict[str, NDArray[Any]]:
+    """Return the keyword arguments of the tangents. A bias has one, or else a float mask."""
+    *inputs, of_mask, of_bias, of_sinks = tangents
+    of_bias = of_mask if operands[4] is None else of_bias
+    names = ("query", "key", "value", "bias", "sinks")
+    pairs = zip(names, (*inputs, of_bias, of_sinks), strict=True)
+    return {f"{name}_tangent": as_array(x) for name, x in pairs if x is not None}
+
+
+def _as_gradients(grads: Any, operands: Operands, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands; quantized keys and values have none."""
+    _, key, value, attn_mask, bias, sinks = operands
+    assert key is not None and value is not None  # noqa: PT018
+    return (
+        as_tensor(grads.query, dtype),
+        as_tensor(grads.key, dtype) if key.dtype is dtype else None,
+        as_tensor(grads.value, dtype) if value.dtype is dtype else None,
+        _as_gradient(grads.bias, attn_mask) if bias is None else None,
+        _as_gradient(grads.bias, bias),
+        _as_gradient(grads.sinks, sinks),
+    )
+
+
+def _as_gradient(array: NDArray[Any] | None, operand: Tensor | None) -> Tensor | None:
+    """Return the gradient of a mask, a bias or sinks in its own dtype."""
+    return None if array is None or operand is None else as_tensor(array).to(operand.dtype)
+
 
 # The arguments of both operators, by csrc/call/operands.h: the operands, which may have gradients; the other arrays;
 # the seed of the dropout; the numbers.
