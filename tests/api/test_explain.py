@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn._input.display import summary
+from cattn._input.types import summary
 from support import forced, table
 
 

@@ -491,7 +491,7 @@ def test_repr_can_be_evaluated() -> None:
         assert repr(eval(text.replace(")", ", rng=numpy_rng())"), vars(cattn) | {"numpy_rng": numpy_rng})) == text, name
 
 
-@pytest.mark.parametrize("module", [_chapter, cache, _layers, _layers])
+@pytest.mark.parametrize("module", [_chapter, cache, _layers])
 def test_the_examples_of_the_modules_run(module: Any) -> None:
     """The public classes say that they are of ``cattn`` or ``cattn.nn``: doctest finds methods one by one only."""
     finder, runner = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestRunner()

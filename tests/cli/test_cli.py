@@ -20,7 +20,7 @@ import pytest
 import cattn
 from cattn import _cattn
 from cattn.__main__ import main
-from cattn._cli import attend, colours, info, machine, progress
+from cattn._cli import attend, info, messages
 from cattn._cli.walk import run
 from cattn.nn._files import save_arrays
 from support import ROOT, interrupt_command, needs_links, start_command
@@ -459,20 +459,20 @@ def test_a_quiet_long_run_shows_nothing(folder: Path) -> None:
 
 def test_progress_is_printed_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with progress.Progress(100) as bar:
+    with messages.Progress(100) as bar:
         bar.advance(10)
     assert capsys.readouterr().err == ""  # short work shows no progress
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    with progress.Progress(100) as bar:
+    monkeypatch.setattr(messages, "PATIENCE", 0.0)
+    with messages.Progress(100) as bar:
         bar.advance(50)
         bar.advance(25)  # without a terminal there is a line every few seconds only
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cattn:  50% done")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress.Progress(100) as bar:
+    with messages.Progress(100) as bar:
         bar.advance(50)
     assert capsys.readouterr().err.startswith("\rcattn:  50% done")
-    with progress.Progress(100, quiet=True) as bar:
+    with messages.Progress(100, quiet=True) as bar:
         bar.advance(50)
     assert capsys.readouterr().err == ""
 
@@ -494,14 +494,14 @@ def test_progress_uses_tqdm_if_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     module.tqdm = Bar  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    with progress.Progress(100) as bar:
+    with messages.Progress(100) as bar:
         bar.advance(60)
         bar.advance(40)
     assert calls[0]["total"] == 100
-    assert calls[0]["delay"] == progress.PATIENCE
+    assert calls[0]["delay"] == messages.PATIENCE
     assert calls[1:] == [60, 40, "closed"]
     calls.clear()
-    with progress.Progress(100, quiet=True) as bar:
+    with messages.Progress(100, quiet=True) as bar:
         bar.advance(100)
     assert calls == []
 
@@ -592,9 +592,9 @@ def test_darker_cells_are_larger_numbers(monkeypatch: pytest.MonkeyPatch, capsys
     for start, end in (("1. Scores", "2. Att"), ("2. Att", "3. The"), ("4. Cau", "5. Dro"), ("6. Con", "Shapes")):
         table = shaded[shaded.index(start) : shaded.index(end, shaded.index(start))]
         cells = re.findall(r"\x1b\[38;5;\d+;48;5;(\d+)m *([^\s\x1b]+)\x1b", table)
-        steps = [colours.BLUES.index(int(colour)) for colour, _ in sorted(cells, key=lambda cell: float(cell[1]))]
+        steps = [messages.BLUES.index(int(colour)) for colour, _ in sorted(cells, key=lambda cell: float(cell[1]))]
         assert steps == sorted(steps)
-        assert steps[-1] == len(colours.BLUES) - 1
+        assert steps[-1] == len(messages.BLUES) - 1
     hidden = re.findall(r"\x1b\[2m *([^\s\x1b]+)\x1b", shaded)
     assert set(hidden) == {"-inf", "0.0000"}
     assert hidden.count("-inf") == 15
@@ -621,9 +621,9 @@ def test_a_terminal_has_colours_unless_no_color_is_set(
         monkeypatch.setenv(name, value)
     ends = os.openpty()
     with os.fdopen(ends[1], "w") as terminal, os.fdopen(ends[0]):
-        assert colours.has_colours(terminal) is expected
+        assert messages.has_colours(terminal) is expected
     with open(os.devnull, "w") as file:
-        assert not colours.has_colours(file)
+        assert not messages.has_colours(file)
 
 
 def test_the_dropout_that_the_walk_prints_is_that_of_seed_123(walk: str) -> None:
@@ -638,11 +638,11 @@ def test_the_dropout_that_the_walk_prints_is_that_of_seed_123(walk: str) -> None
 
 def test_the_timed_functions_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 33, 8), np.float32)
-    np.testing.assert_allclose(machine.textbook(q, k, v), cattn.causal_attention(q, k, v), atol=1e-5)
-    monkeypatch.setattr(machine, "SHAPE", (1, 1, 8, 4))
-    assert all(seconds > 0 for seconds in machine.compare())
+    np.testing.assert_allclose(info.textbook(q, k, v), cattn.causal_attention(q, k, v), atol=1e-5)
+    monkeypatch.setattr(info, "SHAPE", (1, 1, 8, 4))
+    assert all(seconds > 0 for seconds in info.compare())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert "NumPy as configured" in machine.measure()
+    assert "NumPy as configured" in info.measure()
 
 
 # ---- python -m cattn info --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
-from cattn.integrations import _model_code  # noqa: E402
+from cattn.integrations import _eager_attention  # noqa: E402
 from cattn.integrations import transformers as backend  # noqa: E402
 from support.hf_models import MODELS, SHORT, VOCABULARY, Model  # noqa: E402  # noqa: E402
 
@@ -611,9 +611,9 @@ def test_keywords_have_a_meaning_if_the_model_looks_at_them() -> None:
 
     Layer.forward.__globals__["eager_layer_forward"] = eager_attention_forward
     try:
-        assert {"given", "extra", "factor"} <= _model_code.find_keywords(Layer)
+        assert {"given", "extra", "factor"} <= _eager_attention.find_keywords(Layer)
     finally:
         del Layer.forward.__globals__["eager_layer_forward"]
-    assert _model_code.find_keywords(torch.nn.Module) is None
-    assert "sinks" in _model_code.find_keywords(modeling_inkling2.Inkling2SlidingAttention)
-    assert "anything" not in _model_code.find_keywords(modeling_llama.LlamaAttention)
+    assert _eager_attention.find_keywords(torch.nn.Module) is None
+    assert "sinks" in _eager_attention.find_keywords(modeling_inkling2.Inkling2SlidingAttention)
+    assert "anything" not in _eager_attention.find_keywords(modeling_llama.LlamaAttention)
