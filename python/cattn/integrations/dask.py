@@ -13,7 +13,6 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
-import dask.array
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
@@ -34,7 +33,6 @@ from cattn._input.objects import (
 from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
 from cattn.random import draw_seed
 
-__all__ = ["attention"]
 try:
     import dask.array
     from dask.base import tokenize
@@ -42,6 +40,7 @@ try:
 except ImportError as error:
     raise ImportError("cattn.integrations.dask needs dask: pip install 'cattn[dask]'") from error
 
+__all__ = ["attention"]
 __dir__ = public_names(globals())
 
 da: Any = dask.array  # its functions have no types
