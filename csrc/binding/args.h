@@ -7,10 +7,13 @@
 #define CATTN_ARGS_H
 
 #include "binding.h"
+#include "call/check.h"
 #include "torch_random.h"
 
 /* ---- errors ---- */
 
+/* The errors of call/ as exceptions. */
+extern const struct cattn_door cattn_python_door;
 /* True for CATTN_OK; every other status becomes an exception here and nowhere else. */
 bool cattn_error_status(enum cattn_status status);
 /* TypeError "<name> must be <wanted>, got <type of got>". Always false. */
@@ -51,6 +54,8 @@ bool cattn_arg_flag(PyObject *object, const char *name, bool *value);
 bool cattn_arg_bool(PyObject *object, const char *name, bool *value);
 /* An int (no bool) between two bounds. */
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);
+/* Is it an ndarray with axes that holds integers, in any byte order and layout? */
+bool cattn_arg_is_integers(PyObject *object);
 /* Is `object` the str `interned`? */
 bool cattn_arg_is(PyObject *object, PyObject *interned);
 
@@ -58,6 +63,10 @@ bool cattn_arg_is(PyObject *object, PyObject *interned);
 
 /* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
+/* Copies all that the checks of call/ read. */
+void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *frozen);
+/* A new array of int64 for the integers of another one, in the order of a walk: an axis that repeats has size 1. */
+PyArrayObject *cattn_new_integers(const struct cattn_array *array);
 /* The type that NumPy promotes all arrays of the list to, except NULLs; or -1. `names` is what messages call them. */
 int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names);
 /* Converts them to that type and returns it, or -1. */
@@ -108,18 +117,6 @@ bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose
 /* ValueError unless array broadcasts to dims; `meaning` explains the dims, and `hint` ends the message. */
 bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
                           const char *hint);
-
-/* A walk over the elements of an array, in runs of n elements `stride` bytes apart. Elements that a broadcast axis
- * repeats are seen once. An empty array has one empty run. */
-struct cattn_walk {
-    const char *run;
-    npy_intp n, stride;
-    int nd; /* of the axes that are left, the last axis of the array first */
-    npy_intp dims[NPY_MAXDIMS], strides[NPY_MAXDIMS], index[NPY_MAXDIMS];
-};
-void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array);
-/* False after the last run. */
-bool cattn_walk_next(struct cattn_walk *walk);
 
 /* ---- strides in elements ---- */
 enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };

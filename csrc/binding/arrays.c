@@ -15,6 +15,31 @@ int cattn_arg_compute_type(int type) { return type == NPY_DOUBLE ? NPY_DOUBLE : 
 
 /* ---- arrays ---- */
 
+void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *frozen) {
+    const int type = PyArray_TYPE(array);
+    frozen->name = name;
+    frozen->data = PyArray_BYTES(array);
+    frozen->kind = type == NPY_BOOL             ? 'b'
+                   : PyTypeNum_ISSIGNED(type)   ? 'i'
+                   : PyTypeNum_ISUNSIGNED(type) ? 'u'
+                   : PyTypeNum_ISFLOAT(type)    ? 'f'
+                                                : '?';
+    frozen->is_swapped = !PyArray_ISNOTSWAPPED(array);
+    frozen->size = (int)PyArray_ITEMSIZE(array);
+    frozen->nd = PyArray_NDIM(array);
+    for (int axis = 0; axis < frozen->nd; axis++) {
+        frozen->dims[axis] = PyArray_DIM(array, axis);
+        frozen->strides[axis] = PyArray_STRIDE(array, axis);
+    }
+}
+
+PyArrayObject *cattn_new_integers(const struct cattn_array *array) {
+    npy_intp dims[NPY_MAXDIMS];
+    for (int axis = 0; axis < array->nd; axis++)
+        dims[axis] = array->strides[axis] == 0 && array->dims[axis] > 1 ? 1 : (npy_intp)array->dims[axis];
+    return (PyArrayObject *)PyArray_SimpleNew(array->nd, dims, NPY_INT64);
+}
+
 static int log2_itemsize(PyArrayObject *array) {
     switch (PyArray_TYPE(array)) {
     case NPY_BOOL:
@@ -308,40 +333,6 @@ bool cattn_copy_into(PyArrayObject *to, PyArrayObject *from) {
     return PyArray_CopyInto(to, from) == 0 && cattn_check_signals();
 }
 
-void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array) {
-    const bool empty = PyArray_SIZE(array) == 0;
-    walk->run = PyArray_BYTES(array);
-    walk->nd = 0;
-    walk->dims[0] = !empty;
-    walk->strides[0] = 0;
-    for (int axis = PyArray_NDIM(array) - 1; axis >= 0 && !empty; axis--) { /* the last axis becomes axis 0 */
-        const npy_intp dim = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
-        if (dim <= 1 || stride == 0)
-            continue;
-        const int last = walk->nd - 1;
-        if (walk->nd > 0 && stride == walk->dims[last] * walk->strides[last]) {
-            walk->dims[last] *= dim;
-            continue;
-        }
-        walk->dims[walk->nd] = dim;
-        walk->strides[walk->nd] = stride;
-        walk->index[walk->nd++] = 0;
-    }
-    walk->n = walk->dims[0];
-    walk->stride = walk->strides[0];
-}
-
-bool cattn_walk_next(struct cattn_walk *walk) {
-    for (int axis = 1; axis < walk->nd; axis++) { /* as an odometer counts */
-        walk->run += walk->strides[axis];
-        if (++walk->index[axis] < walk->dims[axis])
-            return true;
-        walk->run -= walk->dims[axis] * walk->strides[axis];
-        walk->index[axis] = 0;
-    }
-    return false;
-}
-
 /* Numbers that are rounded between two looks at signals. */
 #define ROUNDED_PIECE ((npy_intp)1 << 20)
 
@@ -369,9 +360,9 @@ bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
 }
 
 /* One row of a float mask: false at the first value that is neither 0 nor 1; *ones says whether a 1 was seen. */
-static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int type, bool *ones) {
-    for (npy_intp i = 0; i < n; i++, data += stride) {
-        const double x = type == NPY_FLOAT ? (double)*(const float *)data : *(const double *)data;
+static bool row_is_binary(const char *data, int64_t n, int64_t stride, int size, bool *ones) {
+    for (int64_t i = 0; i < n; i++, data += stride) {
+        const double x = size == sizeof(float) ? (double)*(const float *)data : *(const double *)data;
         if (x == 1.0)
             *ones = true;
         else if (x != 0.0)
@@ -384,12 +375,14 @@ static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int typ
 #define MOST_ZEROS (1 << 20)
 
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
+    struct cattn_array frozen;
     struct cattn_walk walk;
     npy_intp looked = 0;
     bool ones = false;
-    cattn_walk_begin(&walk, mask);
+    cattn_freeze(mask, name, &frozen);
+    cattn_walk_begin(&walk, &frozen);
     do {
-        if (!row_is_binary(walk.run, walk.n, walk.stride, PyArray_TYPE(mask), &ones))
+        if (!row_is_binary(walk.run, walk.n, walk.stride, frozen.size, &ones))
             return true;
         looked += walk.n;
     } while ((ones || looked < MOST_ZEROS) && cattn_walk_next(&walk));

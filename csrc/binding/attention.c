@@ -149,9 +149,9 @@ static bool weights_out(struct cattn_call *call, PyObject *out, PyObject **given
 
 /* x / (1 - p) of the elements that are kept, and 0 for the others: a dropped NaN or infinity becomes 0, too. */
 #define DEFINE_DROP(real)                                                                                              \
-    static void drop_##real(char *data, npy_intp stride, const npy_bool *kept, npy_intp n, double scale) {             \
+    static void drop_##real(char *data, int64_t stride, const npy_bool *kept, int64_t n, double scale) {               \
         const real factor = (real)scale;                                                                               \
-        for (npy_intp i = 0; i < n; i++, data += stride) {                                                             \
+        for (int64_t i = 0; i < n; i++, data += stride) {                                                              \
             real *x = (real *)(void *)data;                                                                            \
             *x = kept[i] ? *x * factor : 0;                                                                            \
         }                                                                                                              \
@@ -164,13 +164,13 @@ static void weights_drop(struct cattn_call *call) {
     PyArrayObject *weights = call->outputs[WEIGHTS].array;
     const npy_bool *kept = PyArray_DATA(call->outputs[DROPOUT_MASK].array); /* new, and so contiguous */
     const double scale = call->params->dropout.keep_scale;
-    char *first = PyArray_BYTES(weights);
+    struct cattn_array frozen;
     struct cattn_walk walk;
+    cattn_freeze(weights, "out", &frozen);
     const unsigned mode = cattn_fp_enter(); /* as the kernels compute, whatever the caller has set */
-    cattn_walk_begin(&walk, weights);
+    cattn_walk_begin(&walk, &frozen);
     do {
-        char *run = first + (walk.run - first);
-        (call->compute_type == NPY_FLOAT ? drop_float : drop_double)(run, walk.stride, kept, walk.n, scale);
+        (call->compute_type == NPY_FLOAT ? drop_float : drop_double)(walk.run, walk.stride, kept, walk.n, scale);
         kept += walk.n;
     } while (cattn_walk_next(&walk));
     cattn_fp_leave(mode);

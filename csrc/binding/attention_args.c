@@ -465,25 +465,38 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
            parse_numbers(call, args[ARG_sinks], OPERAND_sinks);
 }
 
+/* The copy of an array of key_indices, whose shape is checked first. */
+static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, struct cattn_array *given) {
+    const struct cattn_door *door = &cattn_python_door;
+    int64_t dims[NPY_MAXDIMS];
+    cattn_freeze(array, "key_indices", given);
+    for (int axis = 0; axis < call->nd - 1; axis++)
+        dims[axis] = call->dims[axis];
+    dims[call->nd - 1] = given->nd > 0 ? given->dims[given->nd - 1] : 1;
+    call->weight_cols = (npy_intp)dims[call->nd - 1];
+    if (!cattn_check_broadcast(door, given, call->nd, dims, "the queries' shape, with n keys for each,", ""))
+        return false;
+    PyArrayObject *own = call->inputs[OPERAND_key_indices] = cattn_new_integers(given);
+    return own != NULL && cattn_read_key_indices(door, given, call->params->seqlen_k, PyArray_DATA(own));
+}
+
 /* key_indices: the keys that each query sees, (..., T_q, n). */
 static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     struct cattn_attention_params *params = call->params;
     call->weight_cols = call->dims[call->nd - 1];
     if (object == Py_None)
         return true;
-    PyObject *indices = PyObject_CallFunction(call->state->as_key_indices, "OL", object, (long long)params->seqlen_k);
-    PyArrayObject *array = call->inputs[OPERAND_key_indices] = (PyArrayObject *)indices;
-    if (array == NULL)
+    struct cattn_array given;
+    PyObject *array = cattn_arg_is_integers(object) ? Py_NewRef(object)
+                                                    : PyObject_CallFunction(call->state->read_key_indices, "O", object);
+    const bool copied = array != NULL && copy_key_indices(call, (PyArrayObject *)array, &given);
+    Py_XDECREF(array);
+    if (!copied)
         return false;
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-    call->weight_cols = dims[call->nd - 1] = PyArray_DIM(array, PyArray_NDIM(array) - 1);
-    if (!cattn_arg_broadcasts(array, "key_indices", call->nd, dims, "the queries' shape, with n keys for each,", ""))
-        return false;
-    cattn_tensor_from(&params->key_indices, array, call->n_batch_dims, call->axes);
+    cattn_tensor_from(&params->key_indices, call->inputs[OPERAND_key_indices], call->n_batch_dims, call->axes);
     params->n_indices = call->weight_cols;
-    params->own_head_lists = call->has_heads && cattn_size_from_end(array, 3) > 1;
-    params->own_row_lists = cattn_size_from_end(array, 2) > 1;
+    params->own_head_lists = call->has_heads && given.nd >= 3 && given.dims[given.nd - 3] > 1;
+    params->own_row_lists = given.nd >= 2 && given.dims[given.nd - 2] > 1;
     if (cattn_attention_counts_fit(params))
         return true;
     PyErr_Format(PyExc_ValueError, "key_indices names %zd keys for each query, which is too large for these arrays",

@@ -21,7 +21,7 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
 struct cattn_range_sizes {
     npy_intp seqlen_q, seqlen_k;
     int n_batch_dims;
-    const npy_intp *batch;
+    const int64_t *batch;
     PyObject *query_lengths, *key_lengths, *first_keys; /* the arguments, or None */
 };
 /* Fills in `ranges`, which is cleared. Lengths and first keys are checked against the sizes; warns if the alignment is

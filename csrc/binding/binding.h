@@ -70,8 +70,7 @@ struct cattn_signature {
     H(as_bias)                                                                                                         \
     H(as_bool)                                                                                                         \
     H(read_integers)                                                                                                   \
-    H(as_integers)                                                                                                     \
-    H(as_key_indices)                                                                                                  \
+    H(read_key_indices)                                                                                                \
     H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
     H(dequantized)                                                                                                     \

@@ -3,6 +3,14 @@
 
 #include <stdarg.h>
 
+static void fail(void *Py_UNUSED(context), enum cattn_fault fault, const char *text) {
+    PyErr_SetString(fault == CATTN_WRONG_TYPE ? PyExc_TypeError : PyExc_ValueError, text);
+}
+
+static bool goes_on(void *Py_UNUSED(context)) { return cattn_check_signals(); }
+
+const struct cattn_door cattn_python_door = {.fail = fail, .goes_on = goes_on};
+
 bool cattn_error_status(enum cattn_status status) {
     switch (status) {
     case CATTN_OK:

@@ -5,10 +5,10 @@
 
 /* An int between two bounds, or an array of integers of any type, whose elements are not looked at: it may be of any
  * size, and its shape is checked first. */
-static bool read_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
+static bool take_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
                           int64_t *number, PyArrayObject **numbers) {
-    PyObject *found =
-        PyLong_CheckExact(object) ? Py_NewRef(object) : PyObject_CallFunction(state->read_integers, "Os", object, name);
+    const bool plain = PyLong_CheckExact(object) || cattn_arg_is_integers(object);
+    PyObject *found = plain ? Py_NewRef(object) : PyObject_CallFunction(state->read_integers, "Os", object, name);
     if (found == NULL)
         return false;
     if (PyArray_CheckExact(found)) {
@@ -28,23 +28,24 @@ static bool read_integers(struct binding_state *state, PyObject *object, const c
 
 /* One number for each batch entry, if there is an array: replaces it by an int64 array that nobody else changes, with
  * all numbers between two bounds. */
-static bool settle_numbers(struct binding_state *state, PyArrayObject **numbers, const char *name, int64_t least,
-                           int64_t most, const struct cattn_range_sizes *sizes, struct cattn_tensor *tensor) {
-    static const char *const meaning = "the leading dimensions";
+static bool settle_numbers(PyArrayObject **numbers, const char *name, int64_t least, int64_t most,
+                           const struct cattn_range_sizes *sizes, struct cattn_tensor *tensor) {
+    struct cattn_array given;
     if (*numbers == NULL)
         return true;
-    if (!cattn_arg_broadcasts(*numbers, name, sizes->n_batch_dims, sizes->batch, meaning, ""))
+    cattn_freeze(*numbers, name, &given);
+    if (!cattn_check_broadcast(&cattn_python_door, &given, sizes->n_batch_dims, sizes->batch, "the leading dimensions",
+                               ""))
         return false;
-    PyObject *checked = PyObject_CallFunction(state->as_integers, "OsLL", (PyObject *)*numbers, name, (long long)least,
-                                              (long long)most);
-    if (checked == NULL)
+    PyArrayObject *own = cattn_new_integers(&given);
+    if (own == NULL ||
+        !cattn_read_integers(&cattn_python_door, &given, least, most, CATTN_REFUSED, PyArray_DATA(own))) {
+        Py_XDECREF((PyObject *)own);
         return false;
+    }
     Py_DECREF((PyObject *)*numbers);
-    *numbers = (PyArrayObject *)checked;
-    /* again: other threads may have changed the caller's array meanwhile */
-    if (!cattn_arg_broadcasts(*numbers, name, sizes->n_batch_dims, sizes->batch, meaning, ""))
-        return false;
-    cattn_tensor_from(tensor, *numbers, sizes->n_batch_dims, 0);
+    *numbers = own;
+    cattn_tensor_from(tensor, own, sizes->n_batch_dims, 0);
     return true;
 }
 
@@ -118,7 +119,7 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
                                           "query_offset use is_causal='upper_left'");
         return false;
     }
-    return read_integers(state, query_offset, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, &args->offset,
+    return take_integers(state, query_offset, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, &args->offset,
                          &args->offsets);
 }
 
@@ -169,8 +170,8 @@ static bool warn_alignment(struct binding_state *state, const struct cattn_range
 static bool parse_counts(struct binding_state *state, PyObject *object, const char *name, int64_t most,
                          const struct cattn_range_sizes *sizes, int64_t *number, PyArrayObject **numbers,
                          struct cattn_tensor *tensor) {
-    return object == Py_None || (read_integers(state, object, name, 0, most, number, numbers) &&
-                                 settle_numbers(state, numbers, name, 0, most, sizes, tensor));
+    return object == Py_None || (take_integers(state, object, name, 0, most, number, numbers) &&
+                                 settle_numbers(numbers, name, 0, most, sizes, tensor));
 }
 
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
@@ -189,7 +190,7 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
                         &args->key_lengths, &ranges->key_lengths) &&
            parse_counts(state, sizes->first_keys, "key_value_seq_starts", sizes->seqlen_k, sizes, &ranges->first_key,
                         &args->first_keys, &ranges->first_keys) &&
-           settle_numbers(state, &args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes,
+           settle_numbers(&args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes,
                           &ranges->offsets) &&
            warn_alignment(state, args, sizes);
 }

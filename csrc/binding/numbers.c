@@ -91,6 +91,11 @@ bool cattn_arg_bool(PyObject *object, const char *name, bool *value) {
     return cattn_arg_flag(object, name, value);
 }
 
+bool cattn_arg_is_integers(PyObject *object) {
+    return PyArray_CheckExact(object) && PyArray_NDIM((PyArrayObject *)object) > 0 &&
+           PyTypeNum_ISINTEGER(PyArray_TYPE((PyArrayObject *)object));
+}
+
 bool cattn_arg_is(PyObject *object, PyObject *interned) {
     if (object == interned)
         return true;

@@ -8,45 +8,6 @@
 
 /* ---- edges ---- */
 
-static bool error_shape(const char *name, int nd, const npy_intp *dims) {
-    PyObject *shape = cattn_shape_tuple(nd, dims);
-    if (shape != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have shape (B + 1,), got %R", name, shape);
-    Py_XDECREF(shape);
-    return false;
-}
-
-static bool check_shape(PyArrayObject *array, const char *name) {
-    return (PyArray_NDIM(array) == 1 && PyArray_DIM(array, 0) > 0) ||
-           error_shape(name, PyArray_NDIM(array), PyArray_DIMS(array));
-}
-
-static bool is_signed(PyArrayObject *array, size_t size) {
-    return PyTypeNum_ISSIGNED(PyArray_TYPE(array)) && (size_t)PyArray_ITEMSIZE(array) == size;
-}
-
-/* An array of one axis, of aligned int32 or int64: a new reference, or NULL with an exception. */
-static PyArrayObject *integers_from(struct binding_state *state, PyObject *object, const char *name, int64_t total) {
-    PyObject *found = PyArray_CheckExact(object) && PyArray_NDIM((PyArrayObject *)object) > 0 &&
-                              PyTypeNum_ISINTEGER(PyArray_TYPE((PyArrayObject *)object))
-                          ? Py_NewRef(object)
-                          : PyObject_CallFunction(state->read_integers, "Os", object, name);
-    if (found == NULL)
-        return NULL;
-    PyArrayObject *array = (PyArrayObject *)found;
-    if (!PyArray_CheckExact(found)) /* an int */
-        error_shape(name, 0, NULL);
-    else if (check_shape(array, name) && (is_signed(array, 4) || is_signed(array, 8)) && PyArray_ISBEHAVED_RO(array))
-        return array;
-    PyObject *checked =
-        PyErr_Occurred() ? NULL : PyObject_CallFunction(state->as_integers, "OsLL", found, name, 0LL, (long long)total);
-    Py_DECREF(found);
-    if (checked == NULL || check_shape((PyArrayObject *)checked, name)) /* other threads may have changed the array */
-        return (PyArrayObject *)checked;
-    Py_DECREF(checked);
-    return NULL;
-}
-
 /* The ValueError for numbers that are no edges. Always false. */
 static bool error_edges(const struct cattn_edges *side, const char *name, int64_t total) {
     const npy_intp n = side->n_sequences + 1;
@@ -64,19 +25,9 @@ static bool error_edges(const struct cattn_edges *side, const char *name, int64_
 
 static bool check_edges(struct cattn_edges *side, const char *name, int64_t total) {
     const npy_intp n = side->n_sequences;
-    int64_t low = side->edges[0], high = side->edges[0];
     bool falls = false;
-    for (npy_intp i = 0; i < n; i++) {
-        const int64_t edge = side->edges[i + 1];
-        low = edge < low ? edge : low;
-        high = edge > high ? edge : high;
-        falls |= edge < side->edges[i];
-    }
-    if (low < 0 || high > total) {
-        PyErr_Format(PyExc_ValueError, "%s must be between 0 and %lld, got %lld", name, (long long)total,
-                     (long long)(low < 0 ? low : high));
-        return false;
-    }
+    for (npy_intp i = 0; i < n; i++)
+        falls |= side->edges[i + 1] < side->edges[i];
     if (falls || side->edges[0] != 0 || side->edges[n] != total)
         return error_edges(side, name, total);
     for (npy_intp i = 0; i < n; i++) {
@@ -89,23 +40,27 @@ static bool check_edges(struct cattn_edges *side, const char *name, int64_t tota
 /* Copies the edges, so that nobody else changes them. */
 static bool read_edges(struct binding_state *state, PyObject *object, const char *name, int64_t total,
                        struct cattn_edges *side) {
-    PyArrayObject *array = integers_from(state, object, name, total);
-    if (array == NULL)
+    struct cattn_array given = {.name = name};
+    PyObject *found = cattn_arg_is_integers(object) ? Py_NewRef(object)
+                                                    : PyObject_CallFunction(state->read_integers, "Os", object, name);
+    if (found == NULL)
         return false;
-    const npy_intp n = PyArray_DIM(array, 0), stride = PyArray_STRIDE(array, 0);
-    const bool narrow = is_signed(array, 4);
-    const char *data = PyArray_BYTES(array);
-    side->n_sequences = n - 1;
-    side->edges = PyMem_Malloc(2 * (size_t)n * sizeof *side->edges);
-    for (npy_intp i = 0; side->edges != NULL && i < n; i++, data += stride)
-        side->edges[i] = narrow ? *(const int32_t *)(const void *)data : *(const int64_t *)(const void *)data;
-    Py_DECREF((PyObject *)array);
-    if (side->edges == NULL) {
-        PyErr_NoMemory();
-        return false;
+    if (PyArray_CheckExact(found)) /* else an int */
+        cattn_freeze((PyArrayObject *)found, name, &given);
+    bool fits = given.nd == 1 && given.dims[0] > 0;
+    if (!fits)
+        cattn_fail(&cattn_python_door, CATTN_WRONG_VALUE, "%s must have shape (B + 1,), got %s", name,
+                   cattn_show_shape(given.nd, given.dims).text);
+    else if ((side->edges = PyMem_Malloc(2 * (size_t)given.dims[0] * sizeof *side->edges)) == NULL)
+        fits = PyErr_NoMemory() != NULL;
+    if (fits) {
+        side->n_sequences = given.dims[0] - 1;
+        side->lengths = side->edges + given.dims[0];
+        fits = cattn_read_integers(&cattn_python_door, &given, 0, total, CATTN_REFUSED, side->edges) &&
+               check_edges(side, name, total);
     }
-    side->lengths = side->edges + n;
-    return check_edges(side, name, total);
+    Py_DECREF(found);
+    return fits;
 }
 
 /* max_seqlen_q and max_seqlen_k are not needed, but must be bounds. */

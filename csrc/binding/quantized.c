@@ -4,20 +4,22 @@
 #include <assert.h>
 
 /* Whether n numbers, `stride` bytes apart, may be scales. */
-static bool are_scales(const char *data, npy_intp n, npy_intp stride) {
+static bool are_scales(const char *data, int64_t n, int64_t stride) {
     int bad = 0;
-    if (stride == (npy_intp)sizeof(float)) /* a loop of its own becomes vector code */
-        for (npy_intp i = 0; i < n; i++)
+    if (stride == sizeof(float)) /* a loop of its own becomes vector code */
+        for (int64_t i = 0; i < n; i++)
             bad |= !cattn_is_scale(((const float *)(const void *)data)[i]);
     else
-        for (npy_intp i = 0; i < n; i++, data += stride)
+        for (int64_t i = 0; i < n; i++, data += stride)
             bad |= !cattn_is_scale(*(const float *)(const void *)data);
     return !bad;
 }
 
 static bool all_are_scales(PyArrayObject *array) {
+    struct cattn_array frozen;
     struct cattn_walk walk;
-    cattn_walk_begin(&walk, array);
+    cattn_freeze(array, "scale", &frozen);
+    cattn_walk_begin(&walk, &frozen);
     do {
         if (!are_scales(walk.run, walk.n, walk.stride))
             return false;

@@ -65,7 +65,7 @@ static bool parse_mask(struct call *call, PyObject *object, const char *name) {
 /* The queries are on the last axis but the one of the keys, and all axes before these two are batch dimensions. */
 static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *query_offset) {
     struct cattn_softmax_params *params = call->params;
-    npy_intp batch[NPY_MAXDIMS];
+    int64_t batch[NPY_MAXDIMS];
     int n_batch_dims = 0;
     if (!cattn_arg_ranges(call->state, is_causal, query_offset, Py_None, &call->ranges))
         return false;

@@ -438,6 +438,36 @@ def test_numbers_may_be_of_any_real_type(normal: Normal) -> None:
         assert_same_bits(batch(query_offset=offset), batch(query_offset=np.arange(3)))
 
 
+def layouts(numbers: np.ndarray) -> list[np.ndarray]:
+    """Return the numbers with other strides, at an odd address, read-only, and with an axis that repeats."""
+    odd = np.zeros(numbers.nbytes + 1, np.uint8)[1:].view(numbers.dtype).reshape(numbers.shape)
+    odd[:] = numbers
+    fixed = numbers.copy()
+    fixed.flags.writeable = False
+    return [numbers, np.repeat(numbers, 2, -1)[..., ::2], numbers[..., ::-1].copy()[..., ::-1], odd, fixed]
+
+
+@pytest.mark.promise("conversions")
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("kind", "bhilqBHILQ")
+def test_integers_are_read_in_any_type_and_layout(kind: str, order: str, normal: Normal) -> None:
+    x, packed = normal(3, 2, 7, 4), normal(7, 2, 4)
+    for name, numbers in {
+        "query_seq_lengths": [7, 0, 4], "key_value_seq_lengths": [5, 7, 1], "key_value_seq_starts": [0, 3, 7],
+        "query_offset": [2, 0, 5], "key_indices": np.arange(3 * 7 * 3).reshape(3, 1, 7, 3) % 7,
+    }.items():  # fmt: skip
+        right = cattn.scaled_dot_product_attention(x, x, x, **{name: np.array(numbers)})
+        for given in layouts(np.array(numbers, order + kind)):
+            assert_same_bits(cattn.scaled_dot_product_attention(x, x, x, **{name: given}), right)
+    edges = np.array([0, 2, 2, 7])
+    right = cattn.varlen_attention(packed, packed, packed, edges, edges)
+    for given in layouts(edges.astype(order + kind)):
+        assert_same_bits(cattn.varlen_attention(packed, packed, packed, given, edges), right)
+    repeated = np.broadcast_to(np.array([[4]], order + kind), (3, 1))[:, 0]
+    right = cattn.scaled_dot_product_attention(x, x, x, key_value_seq_lengths=4)
+    assert_same_bits(cattn.scaled_dot_product_attention(x, x, x, key_value_seq_lengths=repeated), right)
+
+
 def test_flags_may_be_of_any_truth_value_type(normal: Normal) -> None:
     q = normal(5, 4)
     causal = cattn.scaled_dot_product_attention(q, q, q, is_causal=True)

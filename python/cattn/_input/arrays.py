@@ -375,23 +375,14 @@ def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
     return result
 
 
-def as_key_indices(obj: Any, T_k: int) -> Array:
-    """Return key_indices as an int64 array of the caller's shape that nobody else changes. Check every index."""
+def read_key_indices(obj: Any) -> Array:
+    """Return key_indices as an array of integers, whose elements are not looked at."""
     given = read_array(obj, "key_indices")
     if given.dtype.kind not in "iu" and given.size > 0:
         raise TypeError(f"key_indices must be integers, -1 for no key, got dtype {given.dtype}")
     if given.ndim == 0:
         raise ValueError("key_indices must have an axis for the keys of a query, (..., T_q, n), got a single number")
-    once = _without_repetition(given)
-    own = np.empty(once.shape, np.int64)
-    for part in parts_of(once.shape):  # a signal is handled after each part
-        most = np.minimum(once[part], 2**63 - 1) if once.dtype == np.uint64 else once[part]
-        np.copyto(own[part], most, casting="unsafe")
-        wrong = own[part] if own[part].min() < -1 or own[part].max() >= T_k else ()
-        for index in np.ravel(wrong):
-            if not -1 <= index < T_k:
-                raise ValueError(f"key_indices has the index {index}, but key has {T_k} keys: pass 0 to T_k - 1, or -1")
-    return _broadcast(own, given.shape)
+    return given
 
 
 def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:

@@ -1,0 +1,75 @@
+/* arrays.c -- shapes of arrays, walks over their elements, and the text of errors. See check.h. */
+#include "check.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+bool cattn_fail(const struct cattn_door *door, enum cattn_fault fault, const char *format, ...) {
+    char text[2 * sizeof(struct cattn_shape_text) + 512];
+    va_list arguments;
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    door->fail(door->context, fault, text);
+    return false;
+}
+
+struct cattn_shape_text cattn_show_shape(int nd, const int64_t *dims) {
+    struct cattn_shape_text shape = {"("};
+    size_t used = 1;
+    for (int axis = 0; axis < nd; axis++)
+        used += (size_t)snprintf(shape.text + used, sizeof shape.text - used, "%s%" PRId64, axis > 0 ? ", " : "",
+                                 dims[axis]);
+    (void)snprintf(shape.text + used, sizeof shape.text - used, nd == 1 ? ",)" : ")");
+    return shape;
+}
+
+bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_array *array, int nd, const int64_t *dims,
+                           const char *meaning, const char *hint) {
+    const int own = array->nd;
+    bool fits = own <= nd;
+    for (int back = 1; fits && back <= own; back++)
+        fits = array->dims[own - back] == 1 || array->dims[own - back] == dims[nd - back];
+    return fits ||
+           cattn_fail(door, CATTN_WRONG_VALUE, "%s has shape %s, which does not broadcast to %s %s%s", array->name,
+                      cattn_show_shape(own, array->dims).text, meaning, cattn_show_shape(nd, dims).text, hint);
+}
+
+/* ---- elements ---- */
+
+void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array) {
+    bool empty = false;
+    for (int axis = 0; axis < array->nd; axis++)
+        empty = empty || array->dims[axis] == 0;
+    walk->run = array->data;
+    walk->nd = 0;
+    walk->dims[0] = !empty;
+    walk->strides[0] = 0;
+    for (int axis = array->nd - 1; axis >= 0 && !empty; axis--) { /* the last axis becomes axis 0 */
+        const int64_t dim = array->dims[axis], stride = array->strides[axis];
+        if (dim <= 1 || stride == 0)
+            continue;
+        const int last = walk->nd - 1;
+        if (walk->nd > 0 && stride == walk->dims[last] * walk->strides[last]) {
+            walk->dims[last] *= dim;
+            continue;
+        }
+        walk->dims[walk->nd] = dim;
+        walk->strides[walk->nd] = stride;
+        walk->index[walk->nd++] = 0;
+    }
+    walk->n = walk->dims[0];
+    walk->stride = walk->strides[0];
+}
+
+bool cattn_walk_next(struct cattn_walk *walk) {
+    for (int axis = 1; axis < walk->nd; axis++) { /* as an odometer counts */
+        walk->run += walk->strides[axis];
+        if (++walk->index[axis] < walk->dims[axis])
+            return true;
+        walk->run -= walk->dims[axis] * walk->strides[axis];
+        walk->index[axis] = 0;
+    }
+    return false;
+}

@@ -1,0 +1,73 @@
+/* check.h -- the laws of attention's arguments in plain C, for every way into the core: NumPy's, XLA's and explain's.
+ *
+ * Arrays come as struct cattn_array, copied at one moment from the object or buffer that has them: nobody changes these
+ * copies, whatever runs between two checks. Functions that return bool return false after they have called `fail`.
+ */
+#ifndef CATTN_CHECK_H
+#define CATTN_CHECK_H
+
+#include "../cattn.h"
+
+/* ---- errors ---- */
+
+enum cattn_fault { CATTN_WRONG_TYPE, CATTN_WRONG_VALUE };
+
+/* Who asks for a check. */
+struct cattn_door {
+    void *context;
+    void (*fail)(void *context, enum cattn_fault fault, const char *text);
+    /* Looks for signals, now and then in long loops: false ends the check, and the error is set. Or NULL. */
+    bool (*goes_on)(void *context);
+};
+/* Always false. */
+bool cattn_fail(const struct cattn_door *door, enum cattn_fault fault, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* ---- arrays ---- */
+
+#define CATTN_MAX_AXES CATTN_MAX_BATCH_DIMS
+
+struct cattn_array {
+    const char *name; /* of the argument, in messages */
+    char *data;
+    char kind; /* 'b' bool, 'i' and 'u' integers, 'f' real numbers, '?' all else */
+    bool is_swapped;
+    int size; /* bytes of an element */
+    int nd;
+    int64_t dims[CATTN_MAX_AXES], strides[CATTN_MAX_AXES]; /* strides in bytes */
+};
+
+/* A shape as Python shows it. */
+struct cattn_shape_text {
+    char text[CATTN_MAX_AXES * 22 + 4];
+};
+struct cattn_shape_text cattn_show_shape(int nd, const int64_t *dims);
+
+/* The array must broadcast to dims; `meaning` explains the dims, and `hint` ends the message. */
+bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_array *array, int nd, const int64_t *dims,
+                           const char *meaning, const char *hint);
+
+/* A walk over the elements of an array in C order, in runs of n elements `stride` bytes apart. Elements that a
+ * broadcast axis repeats are seen once. An empty array has one empty run. */
+struct cattn_walk {
+    char *run;
+    int64_t n, stride;
+    int nd; /* of the axes that are left, the last axis of the array first */
+    int64_t dims[CATTN_MAX_AXES], strides[CATTN_MAX_AXES], index[CATTN_MAX_AXES];
+};
+void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array);
+/* False after the last run. */
+bool cattn_walk_next(struct cattn_walk *walk);
+
+/* ---- integers ---- */
+
+enum cattn_beyond { CATTN_REFUSED, CATTN_CLIPPED };
+/* Copies integers of any type, in the order of a walk, and checks the copies: `beyond` says what happens to a number
+ * outside least .. most. */
+bool cattn_read_integers(const struct cattn_door *door, const struct cattn_array *array, int64_t least, int64_t most,
+                         enum cattn_beyond beyond, int64_t *to);
+/* The same of key_indices, each -1 .. n_keys - 1. */
+bool cattn_read_key_indices(const struct cattn_door *door, const struct cattn_array *array, int64_t n_keys,
+                            int64_t *to);
+
+#endif
