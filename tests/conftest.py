@@ -4,7 +4,6 @@ import os
 import platform
 import signal
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 import cattn
 from cattn import _cattn
+from support import QUICK_CASES, number_of
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib draws without a screen
 
@@ -28,10 +28,10 @@ hypothesis.settings.register_profile("dev", _common)
 hypothesis.settings.register_profile("long", _common, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# The quick form runs this many cases of each test function.
-QUICK_CASES = 3
 # The name of a case that runs on a table which its whole name chooses.
 SLOWER = "a slower table"
+# The folders whose tests compare bits.
+BITS = ("bits", "equivalences")
 
 
 def table_names() -> list[str]:
@@ -92,10 +92,17 @@ def is_quick(config: pytest.Config) -> bool:
     return bool(config.option.markexpr == "not thorough")
 
 
+def compares_bits(metafunc: pytest.Metafunc) -> bool:
+    """Return whether a test compares bits, by its folder or its name."""
+    words = metafunc.definition.name.split("_")
+    return metafunc.definition.path.parent.name in BITS or not {"bit", "bits", "table", "tables"}.isdisjoint(words)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Choose the kernel tables of tests that take `isa`.
 
-    The quick form runs on the table in use. `-m ""` adds one slower table to each case, and `--nightly` has them all.
+    The quick form runs on the table in use. `-m ""` adds one slower table where bits are compared: whatever else is
+    right on one table is right on all, for their bits are the same. `--nightly` has them all.
     """
     given = any("isa" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "isa" not in metafunc.fixturenames or given:
@@ -103,14 +110,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = [_cattn._get_isa()]
     if metafunc.config.option.nightly:
         names = table_names()
-    elif not is_quick(metafunc.config) and slower_tables():
+    elif not is_quick(metafunc.config) and slower_tables() and compares_bits(metafunc):
         names.append(SLOWER)
     metafunc.parametrize("isa", names, indirect=True)
-
-
-def number_of(name: str) -> int:
-    """Return a number that belongs to a name, the same in every run."""
-    return zlib.crc32(name.encode())
 
 
 @pytest.hookimpl(tryfirst=True)  # before the tests marked `thorough` are left out
@@ -121,7 +123,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if "others" in item.nodeid and item.callspec.params.get("share") == "others":  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.thorough)
+        else:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same_function in cases.values():
         for item in sorted(same_function, key=lambda item: number_of(item.nodeid))[QUICK_CASES:]:
             item.add_marker(pytest.mark.thorough)

@@ -15,7 +15,7 @@ import pytest
 import cattn
 from cattn import reference
 from cattn._input import arrays as _arrays
-from support import PATHS, assert_same_bits, forced
+from support import PATHS, assert_same_bits, forced, looped
 
 Normal = Callable[..., np.ndarray]
 INF, NAN = np.inf, np.nan
@@ -191,7 +191,7 @@ KINDS = [*LAYOUTS, *CONTAINERS]
 
 @pytest.mark.promise("kinds of arrays")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", CALLS)
+@looped("name", CALLS)
 def test_every_kind_of_array_gives_the_same_bits(name: str, kind: Any, dtype: Any, rng: np.random.Generator) -> None:
     call = calls(rng, dtype)[name]
     expected = run(call)
@@ -485,7 +485,7 @@ OPTIONS = [{}, {"is_causal": "lower_right"}, {"attn_mask": np.array(True)}, {"bi
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("empty", EMPTY)
-@pytest.mark.parametrize("extra", OPTIONS)
+@looped("extra", OPTIONS)
 def test_attention_with_empty_dimensions_agrees_with_the_reference(
     empty: str, path: str, extra: dict[str, Any], dtype: Any
 ) -> None:

@@ -15,7 +15,7 @@ import cattn
 from cattn import functional
 from cattn._input import names
 from cattn._input.names import with_hints
-from support import find
+from support import find, looped
 
 X = np.ones((4, 3), np.float32)
 attend = functools.partial(cattn.scaled_dot_product_attention, X, X, X)
@@ -142,7 +142,7 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
 
 
 @pytest.mark.promise("errors")
-@pytest.mark.parametrize(("function", "word", "hint"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+@looped("function, word, hint", CASES, ids=lambda case: case[1])
 def test_an_unknown_keyword_gets_a_hint(function: Callable[..., Any], word: str, hint: str) -> None:
     with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{word}': {re.escape(hint)}"):
         function(**{word: 1})

@@ -23,7 +23,7 @@ from cattn import _cattn
 from cattn._cli import attend
 from cattn._input.doors import DOORS, Door
 from cattn.functional._options import AttentionOptions
-from support import ROOT, find
+from support import ROOT, find, looped
 from support.processes import run_command
 from support.public_calls import contents
 
@@ -199,7 +199,7 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 @pytest.mark.parametrize("call", range(len(BAD)))
 def test_errors_are_those_of_python(name: str, call: int) -> None:
     args, keywords = BAD[call]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
-from support import INF, NAN, assert_same_bits, every_way, everything, forced, in_contract, part, table
+from support import INF, NAN, assert_same_bits, every_way, everything, forced, in_contract, looped, part, table
 from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, mask_of, plain, yardstick, yardstick_of
 
 
@@ -23,7 +23,7 @@ def causal(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.promise("paths and tables")
-@pytest.mark.parametrize("name", CASES)
+@looped("name", CASES)
 def test_every_path_and_table_gives_the_same_bits(name: str, isa: str, dtype: type) -> None:
     call = build(name, dtype)
     right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)

@@ -22,6 +22,7 @@ from support import (
     flushed,
     forced,
     in_contract,
+    looped,
     product,
     quiet,
     table,
@@ -46,18 +47,18 @@ def yardstick_of(name: str, isa: str, word: Any) -> cattn.AttentionOutput:
 
 
 @pytest.mark.promise("products of bfloat16", "paths and tables")
-@pytest.mark.parametrize("name", CASES)
+@looped("name", CASES)
 def test_every_path_and_table_gives_the_same_bits(name: str, isa: str, products: Any) -> None:
     call = build(name, np.float32) | products
     right = yardstick_of(name, "scalar" if in_contract(isa) else isa, products["compute_dtype"])
-    for way, result in every_way(lambda: everything(**call), tiny=call["key"].shape[-2] <= BLOCK):
+    for way, result in every_way(lambda: everything(**call), tiny=call["key"].shape[-2] <= BLOCK, threads=(3,)):
         assert_same_bits(result, right, way)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": "lower_right"}, {"dropout_p": 0.3, "rng": 3}])
 def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal, products: Any) -> None:
-    T_k = 3 * CHUNK + 250
-    for T_q in (1, 5, 98, 300):
+    T_k = CHUNK + 250
+    for T_q in (1, 98):
         call = {"query": normal(2, T_q, 6), "key": normal(2, T_k, 6), "value": normal(2, T_k, 9)} | products | options
         right = yardstick(call, isa)
         for way, result in every_way(lambda of=call: everything(**of), tiny=False):
@@ -81,7 +82,7 @@ def test_sizes_of_zero(rows: int, T_k: int, d: int, d_v: int, isa: str, normal: 
 # ---- the arithmetic ------------------------------------------------------------------------------------------------
 @pytest.mark.promise("products of bfloat16")
 @pytest.mark.parametrize("power", [0, 20, -60, -63, -75])
-@pytest.mark.parametrize("columns", [1, 2, 7, 32, 45])
+@pytest.mark.parametrize("columns", [1, 7, 45])
 def test_scores_are_sums_of_pairs(columns: int, power: int, isa: str, rng: np.random.Generator, products: Any) -> None:
     """Numbers of many sizes, whose sums cancel; with negative powers also sums below the smallest normal number."""
     if not in_contract(isa):

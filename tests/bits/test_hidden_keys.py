@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn.reference._attention import score
-from support import INF, NAN, assert_same_bits, every_way, everything, part, visibility_of
+from support import INF, NAN, assert_same_bits, every_way, everything, looped, part, visibility_of
 from support.attention_strategy import calls
 
 Call = dict[str, Any]
@@ -130,7 +130,7 @@ def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
 
 
 @pytest.mark.promise("hidden keys")
-@pytest.mark.parametrize("name", HIDING)
+@looped("name", HIDING)
 @pytest.mark.parametrize(
     "kind", [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.long) for kind in POISONS]
 )

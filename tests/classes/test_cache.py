@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cattn
-from support import assert_same_bits, each
+from support import assert_same_bits, each, looped
 from support.processes import ALARM, set_alarm
 
 Normal = Callable[..., np.ndarray]
@@ -555,7 +555,7 @@ def test_a_cache_keeps_tokens_as_if_only_they_had_been_appended(
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("batch", [(3,), (3, 2), (3, 1, 1, 1, 2)])
-@pytest.mark.parametrize("entries", [[2, 0, 1], [1, 1, 1], [0, 1, 0], [2], [2, 2, 0, 1, 0], []])
+@looped("entries", [[2, 0, 1], [1, 1, 1], [0, 1, 0], [2], [2, 2, 0, 1, 0], []])
 def test_a_reordered_batch_has_the_sequences_of_its_entries(
     entries: list[int], batch: tuple[int, ...], dtype: str, normal: Normal
 ) -> None:

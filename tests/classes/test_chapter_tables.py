@@ -20,7 +20,7 @@ import pytest
 
 import cattn
 import cattn.reference
-from support import ROOT, assert_same_bits
+from support import ROOT, assert_same_bits, looped
 
 CASES: list[dict[str, Any]] = json.loads((ROOT / "tests" / "data" / "seed_tables.json").read_text())
 LIBRARIES = {"cattn": cattn, "reference": cattn.reference}
@@ -213,13 +213,13 @@ def assert_table(ways: Ways, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+@looped("case", CASES, ids=lambda case: case["id"])
 def test_stored_weights_give_every_table(case: dict[str, Any], library: str, dtype: type) -> None:
     assert_table(steps_of(case)(Chapter(case, LIBRARIES[library], dtype)), case)
 
 
 @pytest.mark.promise("textbook tables")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+@looped("case", CASES, ids=lambda case: case["id"])
 def test_seeds_alone_give_every_table(case: dict[str, Any], dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it raises
     chapter = Chapter({**case, "dropout_mask": None}, cattn, dtype, from_seed=True)

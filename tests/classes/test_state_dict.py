@@ -15,7 +15,7 @@ import pytest
 
 import cattn
 from cattn.nn._files import load_arrays, save_arrays
-from support import assert_same_bits, needs_links
+from support import assert_same_bits, looped, needs_links
 from support.processes import finish, run_command
 
 State = dict[str, np.ndarray]
@@ -121,7 +121,7 @@ TARGETS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.promise("state_dict")
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@looped("scheme", SCHEMES)
 @pytest.mark.parametrize("prefix", ["", "transformer.h.11.attn."])
 def test_every_naming_scheme_is_loaded(target: str, scheme: str, prefix: str) -> None:
     module = TARGETS[target]()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cattn
+from support import looped
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -192,7 +193,7 @@ def expand(mask: Any) -> Any:
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("q_length", "q_offset", "kv_offset"), [(11, 0, 0), (3, 8, 0), (1, 10, 0), (2, 9, 5)])
-@pytest.mark.parametrize("name", [*RANGES, *OTHERS])
+@looped("name", [*RANGES, *OTHERS])
 def test_a_description_is_the_matrix_of_transformers(
     name: str, q_length: int, q_offset: int, kv_offset: int, side: str | None
 ) -> None:

@@ -39,8 +39,7 @@ def test_every_layer_has_files() -> None:
     assert found["tests"] > 100, "the tests are in folders"
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
-def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
+def a_layer_includes_only_the_layers_below_it(path: Path) -> None:
     names = includes(path)
     layer = layer_of(path)
     if layer != "binding":
@@ -60,8 +59,7 @@ def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
         assert not [name for name in names if "/" in name], "the core's C API includes nothing of ours"
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
-def test_one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
+def one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
     if layer_of(path) == "kernels" or path.name in ("fp_mode.h", "cpu_features.c"):
         return
     hints = r"\w*intrin\.h|__attribute__\(\(.*\btarget\(|__builtin_(?:ia32|cpu)\w*|__(?:AVX|SSE|ARM|aarch|x86)\w*"
@@ -80,8 +78,7 @@ SYSTEM = (
 )
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
-def test_the_operating_system_is_known_to_its_layer_only(path: Path) -> None:
+def the_operating_system_is_known_to_its_layer_only(path: Path) -> None:
     """A port to another system then concerns core/os.h and one source."""
     if path.parent.name == "core" and re.fullmatch(r"os(_\w+)?\.[ch]", path.name):
         assert re.search(SYSTEM, code_of(path))
@@ -194,8 +191,7 @@ def lines_of_code(path: Path) -> int:
     return len(lines) - left_out - sum(line.startswith("@pytest.mark.promise(") for line in lines)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_are_short_and_begin_with_their_purpose(path: Path) -> None:
+def files_are_short_and_begin_with_their_purpose(path: Path) -> None:
     text = path.read_text("utf-8")
     assert lines_of_code(path) <= 800
     if path in C_FILES:
@@ -220,8 +216,7 @@ def functions(text: str) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
-def test_functions_are_short(path: Path) -> None:
+def functions_are_short(path: Path) -> None:
     assert [name for name, length in functions(path.read_text("utf-8")) if length > 80] == []
 
 
@@ -236,3 +231,19 @@ def test_no_compiler_flag_changes_arithmetic() -> None:
     assert "-ffp-contract=off" in text
     for flag in ("-ffast-math", "-Ofast", "-march=native", "-funsafe-math", "-ffp-contract=fast"):
         assert f'"{flag}' not in text  # as a flag; the text says which ones are taken back
+
+
+C_LAWS = [
+    a_layer_includes_only_the_layers_below_it,
+    one_instruction_set_is_meant_in_kernels_only,
+    the_operating_system_is_known_to_its_layer_only,
+    functions_are_short,
+]
+
+
+def test_every_file_keeps_the_laws(subtests: pytest.Subtests) -> None:
+    for path in FILES:
+        with subtests.test(path.relative_to(ROOT).as_posix()):
+            files_are_short_and_begin_with_their_purpose(path)
+            for law in C_LAWS if path in C_FILES else ():
+                law(path)

@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import ctypes.util
 import dataclasses
+import functools
+import inspect
 import os
 import platform
 import signal
@@ -12,7 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -130,6 +133,46 @@ def benchmarks_importable() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(environment)
+
+
+# ---- many cases ----------------------------------------------------------------------------------------------------
+# The quick form runs this many cases of each test function.
+QUICK_CASES = 3
+
+
+def number_of(name: str) -> int:
+    """Return a number that belongs to a name, the same in every run."""
+    return zlib.crc32(name.encode())
+
+
+def looped(names: str, cases: Iterable[Any], ids: Callable[[Any], str] = str) -> Callable[[Any], Any]:
+    """Parametrize a test as pytest.mark.parametrize does, but with subtests, because an item costs milliseconds.
+
+    There are two items: one with a few cases, which the quick form runs, and one with the others. The cases of an item
+    share its fixtures.
+    """
+    every = list(cases)
+    assert len(every) > QUICK_CASES, "pytest.mark.parametrize serves a few cases"
+    given = [name.strip() for name in names.split(",")]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        order = sorted(range(len(every)), key=lambda i: number_of(f"{test.__name__}{i}"))
+        shares = {"a few": sorted(order[:QUICK_CASES]), "others": sorted(order[QUICK_CASES:])}
+
+        @functools.wraps(test)
+        def run(share: str, subtests: Any, **fixtures: Any) -> None:
+            for i in shares[share]:
+                values = every[i] if len(given) > 1 else (every[i],)
+                with subtests.test(ids(every[i])):
+                    test(**dict(zip(given, values, strict=True)), **fixtures)
+
+        signature = inspect.signature(test)
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in given]
+        added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("share", "subtests")]
+        run.__signature__ = signature.replace(parameters=[*added, *kept])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("share", shares)(run)
+
+    return decorate
 
 
 # ---- ways to compute -----------------------------------------------------------------------------------------------

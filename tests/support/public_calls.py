@@ -4,7 +4,7 @@ For tests that do the same with all of them: count their references, fail their 
 call gives the same bits whenever it is made. fresh() makes it without threads and scratch of earlier calls.
 
     python tests/support/public_calls.py            makes each call once with every kernel table of the build
-    python tests/support/public_calls.py sweep      lets each allocation of each call fail in turn
+    python tests/support/public_calls.py sweep 0    lets each allocation of one call in SHARES, from call 0, fail in turn
     python tests/support/public_calls.py leak       makes a call with a fault that the sweep must find; or write, lie
 
 test_faults.py runs the sweep under its preloaded shim, which fails one allocation that the extension requests, directly
@@ -308,6 +308,7 @@ UNTOUCHED_BITS = np.full_like(OUT, UNTOUCHED).tobytes()
 GENERATOR = cattn.TorchGenerator(1)
 STATE = GENERATOR.get_state()
 INPUT_BITS = contents(INPUTS)
+SHARES = 10  # of the sweep, each in a process of its own
 failures: collections.Counter[str] = collections.Counter()
 
 
@@ -405,10 +406,11 @@ def with_a_fault(kind: str) -> object:
         raise
 
 
-def sweep_all(fault: str | None) -> None:
-    """Sweep all calls, or one call with a fault."""
+def sweep_all(fault: str | None, share: int = 0) -> None:
+    """Sweep a share of all calls, or one call with a fault."""
     shim = Shim()
-    calls: dict[str, Call] = {**CALLS, **{f"one generator, {name}": call for name, call in ONE_GENERATOR.items()}}
+    every = [*CALLS.items(), *((f"one generator, {name}", call) for name, call in ONE_GENERATOR.items())]
+    calls: dict[str, Call] = dict(every[share::SHARES])
     if fault is not None:
         calls = {fault: lambda: with_a_fault(fault)}
     for call in calls.values():
@@ -423,7 +425,7 @@ def sweep_all(fault: str | None) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     if len(sys.argv) > 1:
-        sweep_all(None if sys.argv[1] == "sweep" else sys.argv[1])
+        sweep_all(None if sys.argv[1] == "sweep" else sys.argv[1], *map(int, sys.argv[2:]))
         sys.exit()
     for table in _cattn._isa_list():
         if table["usable"]:

@@ -143,7 +143,7 @@ def errors_of(name: str, kind: type, calls: dict[str, Any], seeds: int) -> dict[
 
 
 @pytest.mark.promise("accuracy")
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", ["normal", *(pytest.param(name, marks=pytest.mark.long) for name in list(INPUTS)[1:])])
 @pytest.mark.parametrize(
     ("kind", "double_lse"), [(kind, True) for kind in ACCURACY_DTYPES] + [(np.float32, False)], ids=str
 )

@@ -21,6 +21,7 @@ from support import (
     everything,
     expected,
     forced,
+    looped,
     rounded,
     textbook,
     widened,
@@ -244,7 +245,7 @@ def fits_tiny(call: dict[str, Any]) -> bool:
 
 
 @pytest.mark.promise("formula")
-@pytest.mark.parametrize("name", CASES)
+@looped("name", CASES)
 def test_every_option_agrees_with_the_reference(name: str, isa: str, dtype: type) -> None:
     call, right = case(name, dtype)
     for way, result in every_way(lambda: everything(**call), tiny=fits_tiny(call)):
@@ -257,7 +258,7 @@ def test_every_option_agrees_with_the_reference(name: str, isa: str, dtype: type
 WEIGHTS = [name for name in CASES if not any(word in name for word in ("drop", "batch dimensions", "ranks", "no k"))]
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@looped("name", WEIGHTS)
 def test_attention_weights_agree_with_the_reference(name: str, isa: str, dtype: type) -> None:
     call, right = case(name, dtype)
     call = {argument: a for argument, a in call.items() if argument != "value"}
@@ -380,7 +381,7 @@ def test_rms_errors_are_at_most_1_2_times_those_of_numpy(isa: str, kind: type, T
     `Expected` bounds the largest error.
     """
     squares = {name: np.zeros(2) for name in ("out", "weights", "lse")}
-    for seed in range(8 if T_q > 1 else 48):
+    for seed in range(4 if T_q > 1 else 24):
         call, theirs, right = accuracy_case(T_q, T_k, D, kind, seed)
         ours = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
         for name, total in squares.items():

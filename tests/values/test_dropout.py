@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import NAN, PATHS, assert_same_bits, bits, every_way, forced
+from support import NAN, PATHS, assert_same_bits, bits, every_way, forced, looped
 
 Normal = Callable[..., np.ndarray]
 # Sizes around vectors, the 64 elements that share counters, the 128 that are drawn at once, and pieces of long rows.
@@ -230,7 +230,7 @@ OFFSETS: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.promise("Philox")
-@pytest.mark.parametrize(("options", "first"), OFFSETS, ids=str)
+@looped("options, first", OFFSETS, ids=str)
 def test_the_rule_uses_absolute_query_positions(
     isa: str, dtype: type, path: str, options: dict[str, Any], first: int
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import cattn
 from cattn import reference
-from support import NAN, assert_same_bits
+from support import NAN, assert_same_bits, looped
 
 Normal = Callable[..., np.ndarray]
 METHODS = ["neg_inf", "renormalize"]
@@ -68,7 +68,7 @@ def options_for(ndim: int, axis: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
+@looped("shape, axis", AXES, ids=str)
 def test_any_axes_agree_with_the_reference_and_have_the_bits_of_the_last_axis(
     isa: str, dtype: type, normal: Normal, rng: np.random.Generator, shape: tuple[int, ...], axis: Any, method: str
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import cattn
 from cattn import reference
-from support import ACCURACY_DTYPES, INF, NAN, assert_same_bits, in_contract, table
+from support import ACCURACY_DTYPES, INF, NAN, assert_same_bits, in_contract, looped, table
 
 Normal = Callable[..., np.ndarray]
 METHODS = ["neg_inf", "renormalize"]
@@ -86,7 +86,7 @@ def test_softmax_agrees_with_scipy(isa: str, dtype: type, normal: Normal) -> Non
         assert_close(cattn.softmax(x, axis), scipy.special.softmax(x.astype(np.float64), axis), dtype)
 
 
-@pytest.mark.parametrize("n", [*COLUMNS, LONG])
+@looped("n", [*COLUMNS, LONG])
 def test_every_number_of_columns_agrees_with_the_reference(
     isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int
 ) -> None:
@@ -334,7 +334,7 @@ def test_hidden_scores_change_no_bit(isa: str, dtype: type, normal: Normal, rng:
         np.testing.assert_allclose(second, right, rtol=1e-4 if dtype == np.float32 else 1e-12, atol=1e-7)
 
 
-@pytest.mark.parametrize("n", COLUMNS)
+@looped("n", COLUMNS)
 def test_columns_after_the_last_visible_one_change_no_bit(isa: str, dtype: type, normal: Normal, n: int) -> None:
     """Whether these columns hold scores or do not exist."""
     scores = normal(3, n + 70, dtype=dtype)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import HALVES, INF, NAN, assert_same_bits, bit_cases, every_way, in_contract, table, widened
+from support import HALVES, INF, NAN, assert_same_bits, bit_cases, every_way, in_contract, looped, table, widened
 from support.attention_strategy import calls, statistics_options
 from support.statistics_checks import FIELDS, check_statistics, statistics
 
@@ -48,7 +48,7 @@ def in_numpy(call: dict[str, Any], dtype: Any) -> dict[str, np.ndarray]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@settings(max_examples=max(300, settings().max_examples))
+@settings(max_examples=max(120, settings().max_examples))
 @given(st.data())
 def test_every_field_is_that_of_the_reference(data: st.DataObject) -> None:
     call, _ = data.draw(calls())
@@ -156,7 +156,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.promise("statistics' bits")
-@pytest.mark.parametrize("name", bit_cases.CASES)
+@looped("name", bit_cases.CASES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_tables_and_threads_give_the_same_bits(isa: str, dtype: type, name: str) -> None:
     call = bit_cases.build(name, dtype)
@@ -486,7 +486,7 @@ def inputs(batch: tuple[int, ...], T_q: int, T_k: int, dtype: Any) -> tuple[np.n
 
 
 @pytest.mark.promise("stages")
-@pytest.mark.parametrize("stage", STAGES)
+@looped("stage", STAGES)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("T_q", "T_k"), [(7, 30), (120, 300), (1, 500)])
 def test_every_stage_agrees_with_the_reference(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import assert_same_bits, attention_strategy, forced
+from support import assert_same_bits, attention_strategy, forced, looped
 from support.attention_strategy import packed_calls, pad, statistics_options, unpad
 from support.random_problems import check_packed
 
@@ -71,7 +71,7 @@ def padded(arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOut
 
 
 @pytest.mark.promise("packed sequences")
-@pytest.mark.parametrize("options", OPTIONS)
+@looped("options", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
 def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
     arrays = packed(name, dtype)
@@ -86,7 +86,7 @@ def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: 
             assert_same_bits(np.ascontiguousarray(result.lse), lse, f"{path}, {threads}")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@looped("options", OPTIONS)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_packed_sequences_agree_with_the_reference(name: str, options: str, dtype: type) -> None:
     arrays = packed(name, dtype)
@@ -315,7 +315,7 @@ def test_random_sequences_have_the_bits_of_the_padded_batch(data: st.DataObject)
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
 @pytest.mark.promise("packed sequences")
-@pytest.mark.parametrize("options", OPTIONS)
+@looped("options", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
 def test_packed_gradients_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
     arrays, chosen, lengths_q = packed(name, dtype), options_of(options, name), LENGTHS[name][0]

@@ -21,7 +21,7 @@ from types import ModuleType
 from build import ROOT, Wheel, WheelError, run
 
 OLDEST_NUMPY = {11: "2.0.0", 12: "2.0.0", 13: "2.1.0", 14: "2.3.2"}  # the first with wheels for this Python 3
-TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=8", "pytest-xdist>=3.6"]
+TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=9", "pytest-xdist>=3.6"]
 _LOCK = threading.Lock()
 FAST_TABLES = {"avx2", "avx512_256", "avx512", "avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"}
 # One test is about builds in place, which have one table more than wheels.
