@@ -4,7 +4,7 @@ For tests that do the same with all of them: count their references, fail their 
 call gives the same bits whenever it is made. fresh() makes it without threads and scratch of earlier calls.
 
     python tests/support/public_calls.py            makes each call once with every kernel table of the build
-    python tests/support/public_calls.py sweep 0    lets each allocation of one call in SHARES, from call 0, fail in turn
+    python tests/support/public_calls.py sweep 0    lets each allocation of every tenth call fail in turn; 0 to 9
     python tests/support/public_calls.py leak       makes a call with a fault that the sweep must find; or write, lie
 
 test_faults.py runs the sweep under its preloaded shim, which fails one allocation that the extension requests, directly
