@@ -65,6 +65,8 @@ bool cattn_arg_is(PyObject *object, PyObject *interned);
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
 /* Copies all that the checks of call/ read. */
 void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *frozen);
+/* A new array, not cleared. */
+PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type);
 /* A new array of int64 for the integers of another one, in the order of a walk: an axis that repeats has size 1. */
 PyArrayObject *cattn_new_integers(const struct cattn_array *array);
 /* The type that NumPy promotes all arrays of the list to, except NULLs; or -1. `names` is what messages call them. */

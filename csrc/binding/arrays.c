@@ -33,11 +33,18 @@ void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *fr
     }
 }
 
+PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type) {
+    npy_intp sizes[NPY_MAXDIMS];
+    for (int axis = 0; axis < nd; axis++)
+        sizes[axis] = (npy_intp)dims[axis];
+    return (PyArrayObject *)PyArray_SimpleNew(nd, sizes, type);
+}
+
 PyArrayObject *cattn_new_integers(const struct cattn_array *array) {
-    npy_intp dims[NPY_MAXDIMS];
+    int64_t dims[NPY_MAXDIMS];
     for (int axis = 0; axis < array->nd; axis++)
-        dims[axis] = array->strides[axis] == 0 && array->dims[axis] > 1 ? 1 : (npy_intp)array->dims[axis];
-    return (PyArrayObject *)PyArray_SimpleNew(array->nd, dims, NPY_INT64);
+        dims[axis] = array->strides[axis] == 0 && array->dims[axis] > 1 ? 1 : array->dims[axis];
+    return cattn_new_array(array->nd, dims, NPY_INT64);
 }
 
 static int log2_itemsize(PyArrayObject *array) {
@@ -380,7 +387,7 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
     npy_intp looked = 0;
     bool ones = false;
     cattn_freeze(mask, name, &frozen);
-    cattn_walk_begin(&walk, &frozen);
+    cattn_walk_begin(&walk, &frozen, false);
     do {
         if (!row_is_binary(walk.run, walk.n, walk.stride, frozen.size, &ones))
             return true;

@@ -168,7 +168,7 @@ static void weights_drop(struct cattn_call *call) {
     struct cattn_walk walk;
     cattn_freeze(weights, "out", &frozen);
     const unsigned mode = cattn_fp_enter(); /* as the kernels compute, whatever the caller has set */
-    cattn_walk_begin(&walk, &frozen);
+    cattn_walk_begin(&walk, &frozen, false);
     do {
         (call->compute_type == NPY_FLOAT ? drop_float : drop_double)(walk.run, walk.stride, kept, walk.n, scale);
         kept += walk.n;

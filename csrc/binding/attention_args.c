@@ -424,23 +424,39 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
            cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 
-/* One number for each query head, the same in all batch entries or not: (H,) or (*batch, H), in the compute type. */
-static bool parse_numbers(struct cattn_call *call, PyObject *object, int operand) {
-    if (object == Py_None)
-        return true;
-    const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
-    PyObject *numbers = PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, cattn_operands[operand].name,
-                                              call->compute_type == NPY_FLOAT ? "f" : "d");
-    cattn_fp_leave(mode);
-    call->inputs[operand] = (PyArrayObject *)numbers;
-    if (numbers == NULL)
-        return false;
-    npy_intp dims[NPY_MAXDIMS];
+/* A copy of numbers of each query head, (H,) or (*batch, H), in the type of the computation. */
+static PyArrayObject *copy_head_numbers(const struct cattn_call *call, PyArrayObject *array, int operand) {
+    const struct cattn_operand_row *row = &cattn_operands[operand];
+    const struct cattn_door *door = &cattn_python_door;
+    struct cattn_array given;
+    int64_t dims[NPY_MAXDIMS];
+    cattn_freeze(array, row->name, &given);
     for (int axis = 0; axis < call->n_batch_dims; axis++)
         dims[axis] = call->packed != NULL ? call->packed->queries.n_sequences : call->dims[axis];
-    dims[call->n_batch_dims] = (npy_intp)call->params->num_heads;
-    if (!cattn_arg_broadcasts(call->inputs[operand], cattn_operands[operand].name, call->n_batch_dims + 1, dims,
-                              "(leading dimensions, heads)", ""))
+    dims[call->n_batch_dims] = call->params->num_heads;
+    if (given.nd == 0)
+        cattn_fail(door, CATTN_WRONG_VALUE, "%s must have one number for each query head, shape (H,), got one number",
+                   row->name);
+    if (given.nd == 0 ||
+        !cattn_check_broadcast(door, &given, call->n_batch_dims + 1, dims, "(leading dimensions, heads)", ""))
+        return NULL;
+    PyArrayObject *own = cattn_new_array(given.nd, given.dims, call->compute_type);
+    const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
+    if (own != NULL && !cattn_check_heads(door, &given, row->kind, call->params->dtype, PyArray_DATA(own)))
+        Py_CLEAR(own);
+    cattn_fp_leave(mode);
+    return own;
+}
+
+static bool parse_head_numbers(struct cattn_call *call, PyObject *object, int operand) {
+    if (object == Py_None)
+        return true;
+    PyArrayObject *given = cattn_arg_floats(call->state, object, cattn_operands[operand].name);
+    const bool is_half = given != NULL && cattn_arg_storage(PyArray_TYPE(given)) != CATTN_STORED_PLAIN;
+    if (given != NULL && (!is_half || cattn_arg_widen(call->state, &given, call->compute_type)))
+        call->inputs[operand] = copy_head_numbers(call, given, operand);
+    Py_XDECREF((PyObject *)given);
+    if (call->inputs[operand] == NULL)
         return false;
     cattn_tensor_from(cattn_operand_view(call->params, operand), call->inputs[operand], call->n_batch_dims,
                       CATTN_AXIS_HEAD);
@@ -461,8 +477,8 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
             !rounds_to_float(params->score_options.softcap))
             return cattn_error_value(args[ARG_softcap], "softcap must round to a positive finite float32");
     }
-    return parse_numbers(call, args[ARG_alibi_slopes], OPERAND_alibi_slopes) &&
-           parse_numbers(call, args[ARG_sinks], OPERAND_sinks);
+    return parse_head_numbers(call, args[ARG_alibi_slopes], OPERAND_alibi_slopes) &&
+           parse_head_numbers(call, args[ARG_sinks], OPERAND_sinks);
 }
 
 /* The copy of an array of key_indices, whose shape is checked first. */

@@ -71,7 +71,6 @@ struct cattn_signature {
     H(as_bool)                                                                                                         \
     H(read_integers)                                                                                                   \
     H(read_key_indices)                                                                                                \
-    H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
     H(dequantized)                                                                                                     \
     H(quantized_class)                                                                                                 \

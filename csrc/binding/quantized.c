@@ -3,28 +3,11 @@
 
 #include <assert.h>
 
-/* Whether n numbers, `stride` bytes apart, may be scales. */
-static bool are_scales(const char *data, int64_t n, int64_t stride) {
-    int bad = 0;
-    if (stride == sizeof(float)) /* a loop of its own becomes vector code */
-        for (int64_t i = 0; i < n; i++)
-            bad |= !cattn_is_scale(((const float *)(const void *)data)[i]);
-    else
-        for (int64_t i = 0; i < n; i++, data += stride)
-            bad |= !cattn_is_scale(*(const float *)(const void *)data);
-    return !bad;
-}
-
 static bool all_are_scales(PyArrayObject *array) {
     struct cattn_array frozen;
-    struct cattn_walk walk;
+    float wrong;
     cattn_freeze(array, "scale", &frozen);
-    cattn_walk_begin(&walk, &frozen);
-    do {
-        if (!are_scales(walk.run, walk.n, walk.stride))
-            return false;
-    } while (cattn_walk_next(&walk));
-    return true;
+    return cattn_are_scales(&frozen, &wrong);
 }
 
 PyObject *cattn_py_are_scales(PyObject *Py_UNUSED(module), PyObject *object) {

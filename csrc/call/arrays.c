@@ -38,7 +38,7 @@ bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_arr
 
 /* ---- elements ---- */
 
-void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array) {
+void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array, bool repeated) {
     bool empty = false;
     for (int axis = 0; axis < array->nd; axis++)
         empty = empty || array->dims[axis] == 0;
@@ -48,7 +48,7 @@ void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array) 
     walk->strides[0] = 0;
     for (int axis = array->nd - 1; axis >= 0 && !empty; axis--) { /* the last axis becomes axis 0 */
         const int64_t dim = array->dims[axis], stride = array->strides[axis];
-        if (dim <= 1 || stride == 0)
+        if (dim <= 1 || (stride == 0 && !repeated))
             continue;
         const int last = walk->nd - 1;
         if (walk->nd > 0 && stride == walk->dims[last] * walk->strides[last]) {

@@ -6,7 +6,7 @@
 #ifndef CATTN_CHECK_H
 #define CATTN_CHECK_H
 
-#include "../cattn.h"
+#include "operands.h"
 
 /* ---- errors ---- */
 
@@ -25,7 +25,8 @@ bool cattn_fail(const struct cattn_door *door, enum cattn_fault fault, const cha
 
 /* ---- arrays ---- */
 
-#define CATTN_MAX_AXES CATTN_MAX_BATCH_DIMS
+/* XLA has four axes after the batch dimensions. */
+#define CATTN_MAX_AXES (CATTN_MAX_BATCH_DIMS + 4)
 
 struct cattn_array {
     const char *name; /* of the argument, in messages */
@@ -48,14 +49,14 @@ bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_arr
                            const char *meaning, const char *hint);
 
 /* A walk over the elements of an array in C order, in runs of n elements `stride` bytes apart. Elements that a
- * broadcast axis repeats are seen once. An empty array has one empty run. */
+ * broadcast axis repeats are seen once, unless it is `repeated`. An empty array has one empty run. */
 struct cattn_walk {
     char *run;
     int64_t n, stride;
     int nd; /* of the axes that are left, the last axis of the array first */
     int64_t dims[CATTN_MAX_AXES], strides[CATTN_MAX_AXES], index[CATTN_MAX_AXES];
 };
-void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array);
+void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array, bool repeated);
 /* False after the last run. */
 bool cattn_walk_next(struct cattn_walk *walk);
 
@@ -69,5 +70,14 @@ bool cattn_read_integers(const struct cattn_door *door, const struct cattn_array
 /* The same of key_indices, each -1 .. n_keys - 1. */
 bool cattn_read_key_indices(const struct cattn_door *door, const struct cattn_array *array, int64_t n_keys,
                             int64_t *to);
+
+/* ---- numbers of heads, and scales ---- */
+
+/* Checks slopes or sinks, of float32 or float64, and copies all of them in the type of the computation, in C order:
+ * finite numbers stay finite. `to` may be NULL. */
+bool cattn_check_heads(const struct cattn_door *door, const struct cattn_array *array, enum cattn_operand_kind kind,
+                       enum cattn_dtype dtype, void *to);
+/* Whether an array of float32 holds scales only; else *wrong is one that is none. */
+bool cattn_are_scales(const struct cattn_array *array, float *wrong);
 
 #endif

@@ -49,7 +49,7 @@ static bool copy(const struct cattn_door *door, const struct cattn_array *array,
     int64_t left = PIECE;
     *n = 0;
     *beyond = 0;
-    cattn_walk_begin(&walk, array);
+    cattn_walk_begin(&walk, array, false);
     if (walk.n > 0 && array->kind != 'i' && array->kind != 'u')
         return cattn_fail(door, CATTN_WRONG_TYPE, "%s must be integers", array->name);
     do {

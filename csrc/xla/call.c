@@ -6,7 +6,6 @@
 #include "call.h"
 #include "../fp_mode.h"
 
-#include <math.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -320,68 +319,67 @@ static struct xla_error *check_operand(const struct xla_call *call, int i) {
     return NULL;
 }
 
-/* ---- numbers that the core checks no more ---- */
+/* ---- numbers ---- */
 
-/* The core takes int64. A length or start may be any number, as in JAX; the core wants one within the array. */
-static struct xla_error *widen_integers(struct xla_call *call, int i) {
-    const struct xla_buffer *buffer = call->operands[i];
-    const int64_t count = cattn_xla_count(buffer);
-    const int64_t most = DESCRIPTIONS[i].kind == QUERY_COUNTS ? call->sizes['T'] : call->sizes['S'];
-    const int32_t *from = buffer->data;
-    int64_t *to = call->widened[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
-    if (to == NULL)
-        return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
-    for (int64_t j = 0; j < count; j++) {
-        to[j] = from[j];
-        if (DESCRIPTIONS[i].kind != OFFSETS)
-            to[j] = to[j] < 0 ? 0 : to[j] > most ? most : to[j];
-    }
-    return NULL;
+static void fail(void *context, enum cattn_fault fault, const char *text) {
+    struct xla_call *call = context;
+    (void)fault;
+    call->error = cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s", text);
 }
 
-/* The core takes float64. Subnormal numbers keep their values, whatever mode XLA runs in. */
-static struct xla_error *widen_reals(struct xla_call *call, int i) {
+/* A buffer as the checks of call/ read it. */
+static void freeze(const struct xla_call *call, int i, struct cattn_array *array) {
     const struct xla_buffer *buffer = call->operands[i];
-    const int64_t count = cattn_xla_count(buffer);
-    double *to = call->widened[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
-    if (to == NULL)
-        return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
+    const bool is_integer = holds_integers(DESCRIPTIONS[i].kind);
+    array->name = DESCRIPTIONS[i].name;
+    array->data = buffer->data;
+    array->kind = is_integer ? 'i' : 'f';
+    array->is_swapped = false;
+    array->size = is_integer || call->dtype == CATTN_F32 || DESCRIPTIONS[i].kind == SCALES ? 4 : 8;
+    array->nd = (int)buffer->rank;
+    int64_t stride = array->size;
+    for (int axis = array->nd - 1; axis >= 0; axis--) {
+        array->dims[axis] = buffer->dims[axis];
+        array->strides[axis] = stride;
+        stride = (int64_t)((uint64_t)stride * (uint64_t)buffer->dims[axis]); /* wraps in an empty buffer only */
+    }
+}
+
+static void widen_reals(const struct cattn_array *array, int64_t count, double *to) {
     const unsigned mode = cattn_fp_enter();
-    for (int64_t j = 0; j < count; j++)
-        to[j] = call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : (double)((const float *)buffer->data)[j];
+    for (int64_t i = 0; i < count; i++)
+        to[i] = array->size == 8 ? ((const double *)(const void *)array->data)[i]
+                                 : (double)((const float *)(const void *)array->data)[i];
     cattn_fp_leave(mode);
-    return NULL;
 }
 
-/* Slopes are finite and not negative. Sinks are finite, or -inf for none. */
-static struct xla_error *check_heads(const struct xla_call *call, int i) {
-    const struct xla_buffer *buffer = call->operands[i];
-    const int64_t count = cattn_xla_count(buffer);
-    const double least = DESCRIPTIONS[i].kind == SLOPES ? 0 : -HUGE_VAL;
-    for (int64_t j = 0; j < count; j++) {
-        const double x =
-            call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : (double)((const float *)buffer->data)[j];
-        if (!(x >= least && x < HUGE_VAL))
-            return cattn_xla_fail(
-                call->frame, XLA_INVALID_ARGUMENT, "%s must be %s, got %g", DESCRIPTIONS[i].name,
-                DESCRIPTIONS[i].kind == LOGITS ? "finite, or -inf for none" : "finite and not negative", x);
-    }
-    return NULL;
-}
-
-static struct xla_error *check_scales(const struct xla_call *call, int i) {
-    const struct xla_buffer *buffer = call->operands[i];
-    const int64_t count = cattn_xla_count(buffer);
-    const float *scales = buffer->data;
-    int bad = 0;
-    for (int64_t j = 0; j < count; j++) /* becomes vector code */
-        bad |= !cattn_is_scale(scales[j]);
-    for (int64_t j = 0; bad && j < count; j++)
-        if (!cattn_is_scale(scales[j]))
-            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
-                                  "%s must be positive and finite, from 2**-100 to 2**100, got %g",
-                                  DESCRIPTIONS[i].name, (double)scales[j]);
-    return NULL;
+/* Checks numbers that the core checks no more, and widens those that it takes in 64 bits. A length or start may be any
+ * number, as in JAX; the core wants one within the array. Subnormal numbers keep their values, whatever mode XLA runs
+ * in. */
+static struct xla_error *take_numbers(struct xla_call *call, int i) {
+    const enum cattn_operand_kind kind = DESCRIPTIONS[i].kind;
+    const struct cattn_door door = {.context = call, .fail = fail};
+    const int64_t count = cattn_xla_count(call->operands[i]);
+    struct cattn_array array;
+    float wrong;
+    freeze(call, i, &array);
+    if ((holds_integers(kind) || kind == WIDENED) &&
+        (call->widened[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof(int64_t))) == NULL)
+        return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
+    if (kind == OFFSETS)
+        (void)cattn_read_integers(&door, &array, INT32_MIN, INT32_MAX, CATTN_CLIPPED, call->widened[i]);
+    else if (holds_integers(kind))
+        (void)cattn_read_integers(&door, &array, 0, call->sizes[kind == QUERY_COUNTS ? 'T' : 'S'], CATTN_CLIPPED,
+                                  call->widened[i]);
+    else if (kind == WIDENED)
+        widen_reals(&array, count, call->widened[i]);
+    else if (kind == SLOPES || kind == LOGITS)
+        (void)cattn_check_heads(&door, &array, kind, call->dtype, NULL);
+    else if (kind == SCALES && !cattn_are_scales(&array, &wrong))
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
+                              "%s must be positive and finite, from 2**-100 to 2**100, got %g", array.name,
+                              (double)wrong);
+    return call->error;
 }
 
 struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame *frame, uint64_t required,
@@ -407,14 +405,8 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
         if (call->operands[i] == NULL)
             continue;
         error = check_operand(call, i);
-        if (error == NULL && holds_integers(DESCRIPTIONS[i].kind))
-            error = widen_integers(call, i);
-        if (error == NULL && DESCRIPTIONS[i].kind == WIDENED)
-            error = widen_reals(call, i);
-        if (error == NULL && (DESCRIPTIONS[i].kind == SLOPES || DESCRIPTIONS[i].kind == LOGITS))
-            error = check_heads(call, i);
-        if (error == NULL && DESCRIPTIONS[i].kind == SCALES)
-            error = check_scales(call, i);
+        if (error == NULL)
+            error = take_numbers(call, i);
     }
     return error;
 }

@@ -6,7 +6,7 @@
 #ifndef CATTN_XLA_CALL_H
 #define CATTN_XLA_CALL_H
 
-#include "../call/operands.h"
+#include "../call/check.h"
 #include "ffi.h"
 
 /* Attention and its derivatives. */
@@ -78,6 +78,7 @@ struct xla_options {
 
 struct xla_call {
     const struct xla_frame *frame;
+    struct xla_error *error; /* of a check of call/ */
     struct xla_options options;
     const struct xla_buffer *operands[XLA_N_OPERANDS]; /* NULL: this call does not have it */
     void *widened[XLA_N_OPERANDS];                     /* owned: numbers of batch entries as int64, WIDENED as double */

@@ -385,22 +385,6 @@ def read_key_indices(obj: Any) -> Array:
     return given
 
 
-def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:
-    """Return alibi_slopes or sinks in the compute dtype (a copy). Check every number."""
-    given = as_array(obj, name)
-    if given.ndim == 0:
-        raise ValueError(f"{name} must have one number for each query head, shape (H,), got one number")
-    array: Array = np.array(_as_float_mask(given, name, dtype))  # keeps finite numbers finite
-    allowed = np.isneginf(array) if name == "sinks" else np.zeros(array.shape, bool)
-    wrong = ~(np.isfinite(array) | allowed)
-    if name == "alibi_slopes":
-        wrong |= array < 0
-    if wrong.any():
-        wanted = "finite, or -inf for none" if name == "sinks" else "finite and not negative"
-        raise ValueError(f"{name} must be {wanted}, got {array[wrong].flat[0]}")
-    return array
-
-
 def shares_memory(a: Array, b: Array) -> bool:
     """Return whether two arrays have a byte in common, or True if the answer would take too long."""
     limit: Any = 10_000  # NumPy's type stubs allow only -1 and 0

@@ -88,7 +88,6 @@ _cattn._register_helpers(
     as_bool=arrays.as_bool,
     read_integers=arrays.read_integers,
     read_key_indices=arrays.read_key_indices,
-    as_head_numbers=arrays.as_head_numbers,
     as_positions=as_positions,
     dequantized=objects.dequantized,
     quantized_class=objects.Quantized,
