@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cattn
 from support import INF, NAN, assert_same_bits, every_way, everything, forced
-from support.attention_strategy import calls
+from support.calls import calls
 
 Call = dict[str, Any]
 SIZES = [1, 7, 16, 50, 64, 128, 192, 200, 500]

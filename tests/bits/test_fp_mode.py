@@ -10,8 +10,9 @@ import cattn
 from cattn import _cattn
 from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
 from support.bit_cases import build, plain, yardstick_of
+from support.calls import drawn
+from support.functions import IN_NUMPY, Work, work
 from support.public_calls import CALLS, contents, fresh
-from support.work_strategy import Work, any_function
 
 Normal = Callable[..., np.ndarray]
 
@@ -134,7 +135,7 @@ def test_an_error_restores_the_mode(mode: str) -> None:
 
 
 @pytest.mark.promise("floating-point mode")
-@hypothesis.given(work=any_function())
+@hypothesis.given(work=drawn(work, IN_NUMPY))
 def test_the_mode_changes_no_bit_of_random_work(work: Work) -> None:
     right = work.run()
     for mode in FP_MODES:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import cattn
 from cattn.reference._attention import score
 from support import INF, NAN, assert_same_bits, every_way, everything, looped, part, visibility_of
-from support.attention_strategy import calls
+from support.calls import calls
 
 Call = dict[str, Any]
 Normal = Callable[..., np.ndarray]

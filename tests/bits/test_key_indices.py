@@ -15,8 +15,8 @@ from cattn import reference
 from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges, visible_keys
 from support import HALVES, INF, NAN, assert_same_bits, part
-from support.attention_strategy import gathered_calls
-from support.random_problems import dequantized, ways
+from support.calls import gathered_calls
+from support.laws import assert_same_fields, dequantized, ways
 
 Call = dict[str, Any]
 RANGES = (
@@ -29,13 +29,6 @@ def attend(**call: Any) -> cattn.AttentionOutput:
     result = cattn.scaled_dot_product_attention(**call, **EXTRAS)
     assert_same_bits(cattn.scaled_dot_product_attention(**call), result.out, "output without extras")
     return result
-
-
-def assert_same_fields(found: Any, right: Any, what: str) -> None:
-    for field, a in right._asdict().items():
-        assert (getattr(found, field) is None) == (a is None), field
-        if a is not None:
-            assert_same_bits(getattr(found, field), a, f"{field}, {what}")
 
 
 # ---- one query after the other ---------------------------------------------------------------------------------------

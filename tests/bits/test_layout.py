@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import assert_same_bits, each
-from support.attention_strategy import calls, gathered_calls, lay_out, quantize, statistics_options
+from support import assert_same_bits
+from support.calls import calls, chooser, drawn, gathered_calls, lay_out, quantize, statistics_options, tokens_first
 from support.derivatives import direction
 
 Call = dict[str, Any]
@@ -25,18 +25,6 @@ ORDERED = {
 
 def swapped(x: Any) -> Any:
     return np.swapaxes(x, -3, -2)
-
-
-def tokens_first(call: Call) -> Call:
-    """Return the call with tokens before heads."""
-    rank = max(call[name].ndim for name in ("query", "key", "value") if name in call)
-    # a scale of fewer axes gets the axes that are swapped
-    full = {
-        name: each(lambda a: a if a.ndim > 2 else a.reshape((1,) * (rank - a.ndim) + a.shape), x)
-        for name, x in call.items()
-        if name in ORDERED and x is not None
-    }
-    return call | {name: each(swapped, x) for name, x in full.items()} | {"layout": "bthd"}
 
 
 def assert_same_results(found: Any, right: Any, what: str) -> None:
@@ -59,7 +47,7 @@ def with_heads(draw: st.DrawFn) -> Call:
     """Draw a call of arrays with heads, in any of the ways that a call can be."""
     call, dtype = draw(st.one_of(calls(with_heads=True), gathered_calls(with_heads=True)))
     if dtype == np.float32 and "key_indices" not in call and draw(st.integers(0, 3)) == 0:
-        call = quantize(draw, call)
+        call = quantize(chooser(draw), call)
     return call
 
 
@@ -70,7 +58,7 @@ def test_any_call(call: Call, data: st.DataObject) -> None:
     other = tokens_first(call)
     right = cattn.scaled_dot_product_attention(**call, **EXTRAS)
     assert_same_results(cattn.scaled_dot_product_attention(**other, **EXTRAS), right, "attention")
-    out = lay_out(data.draw, np.zeros(swapped(right.out).shape, right.out.dtype))
+    out = lay_out(chooser(data.draw), np.zeros(swapped(right.out).shape, right.out.dtype))
     assert cattn.scaled_dot_product_attention(**other, out=out) is out
     assert_same_bits(swapped(out), right.out, "out=")
     given = given_of(call, right)
@@ -81,7 +69,7 @@ def test_any_call(call: Call, data: st.DataObject) -> None:
     weights = cattn.attention_weights(**tokens_first(without_values))
     assert_same_bits(weights, cattn.attention_weights(**without_values), "attention_weights")
     if "key_indices" not in call:
-        options = data.draw(statistics_options(call["key"].shape[-2]))
+        options = data.draw(drawn(statistics_options, call["key"].shape[-2]))
         found = cattn.attention_statistics(**tokens_first(without_values), **options)
         assert_same_results(found, cattn.attention_statistics(**without_values, **options), "attention_statistics")
 

@@ -25,7 +25,7 @@ da = pytest.importorskip("dask.array")
 from cattn.integrations import dask as bridge  # noqa: E402
 from cattn.integrations.dask import attention  # noqa: E402
 from support import assert_same_bits  # noqa: E402
-from support.attention_strategy import calls  # noqa: E402
+from support.calls import calls  # noqa: E402
 
 
 def compute(result: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cattn
 from support import assert_same_bits, quiet
-from support.attention_strategy import calls
+from support.calls import calls
 from support.derivatives import Call, forward, options, qkv
 
 FORGOTTEN: dict[str, dict[str, Any]] = {

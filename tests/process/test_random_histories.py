@@ -1,6 +1,6 @@
 """A hypothesis state machine over the whole public API: the same work gives the same bits, whatever was done before.
 
-A piece of work from tests/support/work_strategy.py is done once. Later it is repeated after other work and after
+A piece of work from tests/support/functions.py is done once. Later it is repeated after other work and after
 refused calls, with other numbers of threads, kernel tables and paths, and must give the same result. Objects with
 state are compared with a model: a cache with lists of rows, a generator with one that replays its history, a layer with
 its copies.
@@ -21,9 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import cattn
 from cattn import _cattn, reference
 from conftest import table_names
-from support import PATHS, assert_same_bits, bits, in_contract
-from support.work_strategy import REFUSED, Results, Work, any_work, arrays, refused
-from support.wrong_calls import Row
+from support import PATHS, assert_same_bits, bits, functions, in_contract
+from support.calls import drawn
+from support.functions import Results, Work, arrays
+from support.wrong_calls import REFUSED, Row, refused
 
 TABLES = [t["name"] for t in _cattn._isa_list() if t["usable"] and in_contract(t["name"])]
 HEADS, DEPTH, MOST = 2, 4, 24  # of the cache
@@ -64,9 +65,9 @@ class Histories(RuleBasedStateMachine):
         _cattn._set_isa(None)
 
     # ---- repeat earlier work ----
-    @rule(work=any_work())
+    @rule(work=drawn(functions.work))
     def do(self, work: Work) -> None:
-        before = frozen(work.inputs)
+        before = frozen(work.arguments)
         self.done.append((work, work.run(), before))
 
     @precondition(lambda self: self.done)
@@ -83,7 +84,8 @@ class Histories(RuleBasedStateMachine):
     def inputs_are_untouched(self) -> None:
         for work, _, before in getattr(self, "done", [])[-2:]:
             for name, a in before.items():
-                assert (bits(a) == bits(np.ascontiguousarray(work.inputs[name]))).all(), f"{work.name} changed {name}"
+                now = np.ascontiguousarray(work.arguments[name])
+                assert (bits(a) == bits(now)).all(), f"{work.name} changed {name}"
 
     # ---- settings of the process ----
     @rule(name=st.sampled_from(TABLES))

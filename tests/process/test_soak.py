@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from support import ROOT, own_blocks
-from support.work_strategy import Results, Work
+from support.functions import Results, Work
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of the process is Linux's")
 
@@ -75,7 +75,6 @@ def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
 
 def test_a_wrong_result_of_a_problem_is_named_by_a_seed(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on, and the seed gives the same problem again."""
-    monkeypatch.setattr(soak, "LOT", 12)
     seen, said = list[str](), list[str]()
 
     def check(problem: Any) -> None:
@@ -85,11 +84,11 @@ def test_a_wrong_result_of_a_problem_is_named_by_a_seed(soak: ModuleType, monkey
     monkeypatch.setattr(soak, "check", check)
     assert soak.Problems(said.append).run(12, 5) == "12 problems, 1 failures"
     assert len(seen) == 12
-    assert said[0] == f"FAILED: tools/soak problems --seed 5 --only 5\n{seen[5]}"
+    assert said[0] == f"FAILED: tools/soak problems --seed 10 --count 1\n{seen[5]}"
     assert "AssertionError: a wrong number" in said[1]
     right = seen[5]
     seen.clear()
-    soak.Problems(said.append).lot(5, only=5)
+    soak.Problems(said.append).run(1, 10)
     assert seen == [right]
 
 

@@ -5,9 +5,12 @@ A net that has a list of its own falls behind without a word, and what it misses
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
+from typing import Any
 
+import numpy as np
 import pytest
 
 import cattn
@@ -16,6 +19,8 @@ import cattn.nn
 import cattn.testing
 from cattn import _cattn
 from support import ROOT
+from support.calls import KINDS, NOT_OF_LISTS, REALS, SMALL, WAYS, from_rng
+from support.functions import BY_BLAS, FUNCTIONS, OF_THE_PROCESS, Work, work
 
 CSRC = ROOT / "csrc"
 if not (ROOT / "fuzz").exists() or not (ROOT / "tools").exists():
@@ -36,7 +41,9 @@ def missing(subjects: set[str], net: str, exceptions: dict[str, str], start: str
 
 # ---- functions of the core -------------------------------------------------------------------------------------------
 DECLARATION = re.compile(r"^(?:CATTN_EXPORT )?(?:enum |struct |unsigned |const )?\w+ \**(cattn_\w+)\(", re.MULTILINE)
-FUNCTIONS = {name for file in ("cattn.h", "torch_random.h") for name in DECLARATION.findall((CSRC / file).read_text())}
+OF_THE_CORE = {
+    name for file in ("cattn.h", "torch_random.h") for name in DECLARATION.findall((CSRC / file).read_text())
+}
 SETTINGS = dict.fromkeys(
     [
         *["cattn_get_num_threads", "cattn_is_thread_count", "cattn_set_num_threads", "cattn_override_num_threads"],
@@ -49,7 +56,6 @@ CLEARED = {
     f"cattn_clear_{name}": "the binding's way to begin; the nets write whole structs"
     for name in re.findall(r"\bcattn_clear_(\w+)", (CSRC / "cattn.h").read_text())
 }
-CHAPTER = "MultiHeadAttention has its parts: projections, attention, dropout"
 COUNTS = {
     "cattn_set_dropout": "the problems compute threshold and scale themselves",
     "cattn_attention_counts_fit": "the arrays are small",
@@ -66,9 +72,9 @@ NOT_IN_BITS = {
 
 
 def test_every_function_of_the_core_is_fuzzed_and_compared_across_machines() -> None:
-    assert len(FUNCTIONS) > 40
-    assert missing(FUNCTIONS, text_of("fuzz/core/*.[ch]", "tests/core/*.[ch]"), NOT_IN_C_FUZZER) == set()
-    assert missing(FUNCTIONS, text_of("tests/core/*.[ch]"), NOT_IN_BITS) == set()
+    assert len(OF_THE_CORE) > 40
+    assert missing(OF_THE_CORE, text_of("fuzz/core/*.[ch]", "tests/core/*.[ch]"), NOT_IN_C_FUZZER) == set()
+    assert missing(OF_THE_CORE, text_of("tests/core/*.[ch]"), NOT_IN_BITS) == set()
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -118,41 +124,55 @@ def test_the_c_fuzzer_compiles_every_source_of_the_core() -> None:
 # ---- public functions ------------------------------------------------------------------------------------------------
 MODULES = [cattn, cattn.functional, cattn.nn, cattn.testing]
 PUBLIC = {name for module in MODULES for name in module.__all__ if callable(getattr(module, name))}
-ERRORS_AND_RESULTS = {
-    name: "a class of results or warnings, which other functions make"
-    for name in PUBLIC
-    if isinstance(getattr(cattn, name, None), type) and (issubclass(getattr(cattn, name), (tuple, Warning)))
-}
-PICTURES = {
+NOT_DRAWN = {
+    **{
+        name: "a class of results or warnings, which other functions make"
+        for name in PUBLIC
+        if isinstance(getattr(cattn, name, None), type) and issubclass(getattr(cattn, name), (tuple, Warning))
+        if name not in FUNCTIONS
+    },
     **dict.fromkeys(["plot_attention", "view_attention"], "it draws; tests/view and tests/cli compare the pictures"),
     **dict.fromkeys(["AttentionView", "show_config"], "it returns text of this machine"),
     **dict.fromkeys(["Mistake", "Report", "assert_attention_close", "diagnose"], "tests/api/test_testing.py"),
-}
-
-
-def without(names: dict[str, str], *named: str) -> dict[str, str]:
-    return {name: why for name, why in names.items() if name not in named}
-
-
-NOT_IN_PYTHON_FUZZER = {
-    **without(ERRORS_AND_RESULTS, "AttentionOutput", "BlockMask"),
-    **PICTURES,
     **dict.fromkeys(["manual_seed", "num_threads", "get_num_threads"], "a setting; set_num_threads stands for them"),
 }
-NOT_IN_SOAK = {
-    **without(
-        ERRORS_AND_RESULTS, "AttentionOutput", "BlockMask", "Quantized", "AttentionStatistics", "AttentionGradients"
-    ),
-    **PICTURES,
-    **dict.fromkeys(["manual_seed", "get_num_threads", "set_num_threads"], "a setting of the process"),
-    **dict.fromkeys(["CausalAttention", "Dropout", "Linear", "MultiHeadAttentionWrapper"], CHAPTER),
-    **dict.fromkeys(["SelfAttention_v1", "SelfAttention_v2"], CHAPTER),
-}
-CALLED = r"\b(?:cattn|functional|nn|cattn\.testing)\."
 
 
-def test_every_public_function_is_fuzzed_and_repeated_by_the_soak() -> None:
+def test_every_public_function_is_drawn() -> None:
+    """The fuzzer of the binding draws from FUNCTIONS, the soak from those whose bits depend on nothing else."""
     assert len(PUBLIC) > 60
-    assert missing(PUBLIC, text_of("fuzz/*.py"), NOT_IN_PYTHON_FUZZER, CALLED) == set()
-    soak = text_of("tests/support/*_strategy.py", "tests/support/random_problems.py", "tools/soak")
-    assert missing(PUBLIC, soak, NOT_IN_SOAK, CALLED) == set()
+    drawn = {name.partition(".")[0] for name in FUNCTIONS}
+    assert drawn <= PUBLIC
+    assert PUBLIC - drawn == NOT_DRAWN.keys()
+    chosen = {work(from_rng(np.random.default_rng(seed)), limits=SMALL).name for seed in range(1500)}
+    assert FUNCTIONS.keys() - chosen == BY_BLAS | OF_THE_PROCESS
+
+
+def rows_of(call: dict[str, Any]) -> set[str]:
+    """Return the rows of csrc/call/operands.h that a call has, with those of the parts of its arguments."""
+    found = {name for name, x in call.items() if x is not None}
+    found |= {f"{name}_scale" for name, x in call.items() if isinstance(x, cattn.Quantized)}
+    return found | {"block_size" for x in call.values() if isinstance(x, cattn.BlockMask)}
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if hasattr(cattn.functional, name)])
+def test_every_parameter_is_drawn(name: str) -> None:
+    """A new row of csrc/call/operands.h is a parameter, or a part of one."""
+    function, make = FUNCTIONS[name]
+    wanted = set(inspect.signature(function).parameters)
+    if "query_tangent" not in wanted:
+        wanted |= {f"{name}_scale" for name in ("key", "value") if name in wanted}
+    wanted |= {"block_size"} if "block_mask" in wanted else set()
+    drawn = set[str]()
+    for seed in range(150):
+        call = make(from_rng(np.random.default_rng(seed)), SMALL)
+        drawn |= rows_of(call)
+        if seed < 20:
+            Work(name, function, call).run()
+    assert wanted == drawn
+
+
+def test_the_generator_names_no_row_that_is_gone() -> None:
+    rows = {row[0] for row in [*_cattn._operands(), *_cattn._numbers()]}
+    assert {*WAYS, *NOT_OF_LISTS, *REALS} <= rows
+    assert {row[2] for row in _cattn._operands()} - {"SCALES"} == KINDS.keys()

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import cattn
+from support import find
 
 INF, NAN = float("inf"), float("nan")
 
@@ -509,3 +510,22 @@ TABLE = [
     ],
 ]
 CASES = [(function, row) for row in TABLE for function in row.functions]
+
+
+# Calls that must be refused. Not among them: warnings turned into errors, which is a setting of the process, and calls
+# that set the number of threads of the process.
+REFUSED: list[tuple[str, Row]] = [
+    (function, row)
+    for function, row in CASES
+    if not issubclass(row.error, Warning) and "num_threads" not in function and function != "show_config"
+]
+
+
+def refused(function: str, row: Row) -> str:
+    """Make a call that must fail, from the table of wrong_calls.py; return the message."""
+    arguments = {**WORKING[function](), **row.changes}
+    try:
+        find(function)(**arguments)
+    except row.error as error:
+        return str(error)
+    raise AssertionError(f"{function} accepted {row.changes}")

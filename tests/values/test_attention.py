@@ -26,7 +26,7 @@ from support import (
     textbook,
     widened,
 )
-from support.attention_strategy import HEAD_DIMS, KEYS, LONG, ROWS, calls
+from support.calls import HEAD_DIMS, KEYS, LONG, ROWS, calls
 
 INF = np.inf
 Build = Callable[[Callable[..., np.ndarray], np.random.Generator], dict[str, Any]]

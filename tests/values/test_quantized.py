@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cattn
 from support import HALVES, INF, NAN, assert_same_bits, every_way, everything, forced, quiet, table
-from support.attention_strategy import F8, calls, quantize, random_bytes
+from support.calls import F8, calls, chooser, quantize, random_bytes
 
 Call = dict[str, Any]
 BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
@@ -223,7 +223,7 @@ def test_random_calls_have_the_bits_of_the_float32_call(isa: str, data: st.DataO
     """With every option, rank and stride of the arrays and the scales."""
     draw = data.draw
     call, _ = draw(calls())
-    call = quantize(draw, call)
+    call = quantize(chooser(draw), call)
     if draw(st.booleans()) and isinstance(call["value"], cattn.Quantized):
         call["value"] = cattn.Quantized(call["value"].values, draw(st.sampled_from([0.5, np.float64(0.1), [[0.25]]])))
     right = everything(**dequantized(call))

@@ -6,13 +6,14 @@
 import pytest
 from hypothesis import given, settings
 
-from support.random_problems import Problem, check, problems
+from support.calls import drawn
+from support.laws import Problem, check, problem
 
 
 @pytest.mark.promise(
     "formula", "stages", "gradients", "paths and tables", "threads and batch", "strides", "hidden keys"
 )
-@given(problems())
+@given(drawn(problem))
 @settings(max_examples=settings().max_examples if settings().max_examples > 100 else 40)
-def test_random_problems(problem: Problem) -> None:
-    check(problem)
+def test_random_problems(chosen: Problem) -> None:
+    check(chosen)

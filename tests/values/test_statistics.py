@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 import cattn
 from cattn import reference
 from support import HALVES, INF, NAN, assert_same_bits, bit_cases, every_way, in_contract, looped, table, widened
-from support.attention_strategy import calls, statistics_options
-from support.statistics_checks import FIELDS, check_statistics, statistics
+from support.calls import calls, drawn, statistics_options
+from support.laws import NOT_OF_STATISTICS, check_statistics, without
 
 ROWS = ["lse", "max_score", "entropy", "max_weight", "sink_weight", "distance"]
 COLUMNS = ["received", "received_max"]
+FIELDS = cattn.AttentionStatistics._fields
+
+
+def statistics(call: dict[str, Any], **more: Any) -> cattn.AttentionStatistics:
+    return cattn.attention_statistics(**without(call, *NOT_OF_STATISTICS), **more)
 
 
 def assert_equal_bits(actual: Any, wanted: Any, what: str = "") -> None:
@@ -52,7 +57,7 @@ def in_numpy(call: dict[str, Any], dtype: Any) -> dict[str, np.ndarray]:
 @given(st.data())
 def test_every_field_is_that_of_the_reference(data: st.DataObject) -> None:
     call, _ = data.draw(calls())
-    options = data.draw(statistics_options(call["key"].shape[-2]))
+    options = data.draw(drawn(statistics_options, call["key"].shape[-2]))
     check_statistics(statistics(call, **options), widened(call), options)
 
 

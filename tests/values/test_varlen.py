@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import assert_same_bits, attention_strategy, forced, looped
-from support.attention_strategy import packed_calls, pad, statistics_options, unpad
-from support.random_problems import check_packed
+from support import assert_same_bits, forced, looped
+from support import calls as random_calls
+from support.calls import drawn, pad, statistics_options, unpad
+from support.laws import check_packed
 
 NAMES = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
@@ -65,7 +66,7 @@ def packed(name: str, dtype: type, d_v: int = 6) -> tuple[np.ndarray, ...]:
 
 def padded(arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOutput:
     """The same sequences as a batch padded with NaN."""
-    call = attention_strategy.padded(dict(zip(NAMES, arrays, strict=True)) | options)
+    call = random_calls.padded(dict(zip(NAMES, arrays, strict=True)) | options)
     result: cattn.AttentionOutput = cattn.scaled_dot_product_attention(**call, return_lse=True)
     return result
 
@@ -308,8 +309,8 @@ def test_alignment_and_causality_may_be_given_apart(dtype: type) -> None:
 @given(st.data())
 def test_random_sequences_have_the_bits_of_the_padded_batch(data: st.DataObject) -> None:
     """Outputs, gradients and statistics; every operand has strides and broadcast axes of its own."""
-    call = data.draw(packed_calls())
-    options = data.draw(statistics_options(call["key"].shape[0]))
+    call = data.draw(drawn(random_calls.packed, cattn.varlen_attention_backward))
+    options = data.draw(drawn(statistics_options, call["key"].shape[0]))
     check_packed(call, options, np.random.default_rng(data.draw(st.integers(0, 2**32))))
 
 
@@ -331,7 +332,7 @@ def test_packed_gradients_have_the_bits_of_the_padded_batch(name: str, options: 
     lses = [np.where(padding, 0, a) for a in lses]  # a sink sees the rows after the last query
     expected = cattn.attention_backward(
         np.where(padding[..., None], 0, rows[0]).astype(dtype), out=rows[1], lse=lses[0], grad_lse=lses[1],
-        **attention_strategy.padded(dict(zip(NAMES, arrays, strict=True)) | chosen),
+        **random_calls.padded(dict(zip(NAMES, arrays, strict=True)) | chosen),
     )  # fmt: skip
     for threads in (1, 3):
         with cattn.num_threads(threads):

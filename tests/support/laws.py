@@ -1,13 +1,14 @@
-"""Random problems of attention with every option, and all that must hold for the results of one.
+"""What must hold for the results of any call of attention, and random problems to check it on.
 
-`problems` draws a problem, `check` computes it:
+`problem` chooses a problem, `check` computes it:
 
-- the value of every output, stage, statistic and gradient against `cattn.reference` in float64, and the sign of every
-  zero;
-- its bits on all kernel tables inside the bit contract, on any path, with one thread and with two, with other strides;
+- the value of every output, stage, statistic, gradient and tangent against `cattn.reference` in float64, and the sign
+  of every zero;
+- its bits on all kernel tables inside the bit contract, on any path, with one thread and with two, with other strides,
+  and with tokens before heads;
 - its bits if NaN stands where no query looks;
 - its bits for one batch entry alone and for a few queries alone;
-- all but the gradients again with products of bfloat16.
+- outputs again with products of bfloat16.
 
 Packed sequences have the bits of a padded batch, a cache has the bits of one pass, and both then are such a problem.
 test_random_problems.py checks a few problems, `tools/soak problems` as many as wanted.
@@ -16,7 +17,6 @@ test_random_problems.py checks a few problems, `tools/soak problems` as many as 
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import strategies as st
 
 import cattn
 from cattn import _cattn, reference
@@ -29,6 +29,7 @@ from support import (
     NAN,
     PATHS,
     WORDS,
+    Expected,
     assert_same_bits,
     each,
     everything,
@@ -39,24 +40,31 @@ from support import (
     rounded,
     table,
 )
-from support.attention_strategy import (
+from support.calls import (
     HEAD_DIMS,
+    NUMBERS,
+    OPERANDS,
     STORED,
-    calls,
-    packed_calls,
+    Call,
+    Choose,
+    attention,
+    cotangent,
+    packed,
     padded,
-    quantize,
+    some,
     statistics_options,
+    tokens_first,
     unpad,
 )
-from support.statistics_checks import check_statistics
+from support.derivatives import arguments, direction, results_of
 
-Call = dict[str, Any]
 TABLES = [entry["name"] for entry in _cattn._isa_list() if entry["usable"]]
 SAME_BITS = [name for name in TABLES if in_contract(name)]
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 VALUE = ("value",)  # what weights and statistics do not take
 DROPOUT = ("dropout_p", "rng")
+NOT_OF_STATISTICS = (*VALUE, *DROPOUT, "compute_dtype")
+SCORED = {*OPERANDS, *NUMBERS} - {"query", "key", "value", "sinks", *DROPOUT}  # what the scores depend on
 BUDGET = 6e6  # multiply-adds of a problem: it is computed some hundred times, also without vectors
 
 
@@ -77,40 +85,35 @@ def work(call: Call) -> float:
     return float(rows) * query.shape[-2] * value.shape[-2] * (query.shape[-1] + value.shape[-1] + 8)
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    kind = draw(st.sampled_from(["plain", "plain", "plain", "quantized", "packed", "cache"]))
+def problem(choose: Choose) -> Problem:
+    kind = choose(["one call", "one call", "one call", "packed", "cache"])
     if kind == "packed":
-        call = draw(packed_calls())
+        call = packed(choose, cattn.varlen_attention_backward)
     elif kind == "cache":
-        call = draw(cached_calls())
-    else:
-        call, _ = draw(calls(long=True))
+        call = cached(choose)
+    else:  # the checks choose the other ways themselves
+        call, _ = attention(choose, without=("layout", "compute_dtype"), long=True)
         if work(call) > BUDGET:  # the last queries and the first keys are left out
             call = only_rows(call, 0, max(1, int(call["query"].shape[-2] * BUDGET / work(call))))
-        call = quantize(draw, call) if kind == "quantized" else call
-    options = draw(statistics_options(call["key"].shape[0 if kind == "packed" else -2]))
-    return Problem(kind, call, options, draw(st.integers(0, 2**32)))
+    seed = choose(range(2**32))
+    return Problem(kind, call, statistics_options(choose, call["key"].shape[0 if kind == "packed" else -2]), seed)
 
 
-@st.composite
-def cached_calls(draw: st.DrawFn) -> Call:
-    """Draw queries, keys and values of a text, and how they come to a cache."""
-    rng, stored = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.sampled_from(STORED))
-    batch = draw(st.lists(st.integers(1, 2), max_size=2))
-    group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    tokens = draw(st.sampled_from([1, 2, 7, 33, 97, 193, 300]))
-    D, D_v = draw(st.sampled_from(HEAD_DIMS[:17])), draw(st.sampled_from(HEAD_DIMS[:17]))
+def cached(choose: Choose) -> Call:
+    """Choose queries, keys and values of a text, and how they come to a cache."""
+    rng, stored = np.random.default_rng(choose(range(2**32))), choose(STORED)
+    batch, group, kv_heads = some(choose, [1, 2], 2), choose((1, 2, 3)), choose((1, 2))
+    tokens, D, D_v = choose([1, 2, 7, 33, 97, 193, 300]), choose(HEAD_DIMS[:17]), choose(HEAD_DIMS[:17])
     shapes = {"query": (group * kv_heads, tokens, D), "key": (kv_heads, tokens, D), "value": (kv_heads, tokens, D_v)}
     call: Call = {n: rng.standard_normal((*batch, *shape)).astype(stored) for n, shape in shapes.items()}
-    call["cache_dtype"] = draw(st.sampled_from([np.dtype(stored).name, "int8", "float8_e4m3fn"]))
-    call["steps"] = draw(st.lists(st.integers(1, tokens), max_size=3))
-    call["window_size"] = (draw(st.sampled_from([-1, 0, 5, 150])), 0)
-    if draw(st.booleans()):
-        call["softcap"] = draw(st.sampled_from([0.7, 5.0, 50]))
-    if draw(st.booleans()):
+    call["cache_dtype"] = choose([np.dtype(stored).name, "int8", "float8_e4m3fn"])
+    call["steps"] = some(choose, range(1, tokens + 1), 3)
+    call["window_size"] = (choose([-1, 0, 5, 150]), 0)
+    if choose((False, True)):
+        call["softcap"] = choose([0.7, 5.0, 50])
+    if choose((False, True)):
         call["sinks"] = rng.standard_normal(group * kv_heads)
-    if draw(st.booleans()):
+    if choose((False, True)):
         call["alibi_slopes"] = rng.random(group * kv_heads)
     return call
 
@@ -123,13 +126,10 @@ def without(call: Call, *names: str) -> Call:
 def dequantized(call: Call) -> Call:
     """Return the call on the numbers of its arrays: halves as float32."""
     found = dict(call)
-    for name in ("query", "key", "value", "grad_out", "out"):
-        a = found.get(name)
-        if a is None:
-            continue
+    for name, a in call.items():
         if isinstance(a, cattn.Quantized):
             found[name] = quiet(a.values, np.float32) * a.scale
-        elif a.dtype in HALVES:
+        elif isinstance(a, np.ndarray) and a.dtype in HALVES:
             found[name] = quiet(a, np.float32)
     return found
 
@@ -141,9 +141,9 @@ def contiguous(call: Call) -> Call:
 def scores_of(call: Call) -> Scores:
     """Return what the reference computes before the softmax."""
     inputs = (call["query"], call["key"], call["value"])
-    ignored = ("query", "key", "value", "sinks", *DROPOUT)
+    options = {name: x for name, x in call.items() if name in SCORED}
     with np.errstate(all="ignore"):
-        return score(inputs, **without(call, *ignored))
+        return score(inputs, **options)
 
 
 def sum_to(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -161,11 +161,11 @@ def only_rows(call: Call, first: int, end: int) -> Call:
     A lower-right alignment becomes an offset.
     """
     T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
-    found = dict(call) | {"query": call["query"][..., first:end, :]}
-    for name in ("attn_mask", "bias"):
-        a = call.get(name)
-        if a is not None and a.ndim > 1 and a.shape[-2] > 1:
-            found[name] = a[..., first:end, :]
+    found = dict(call)
+    for name, row in OPERANDS.items():
+        axis = row.axes.find("T") - len(row.axes)
+        if "T" in row.axes and name in call and call[name].ndim >= -axis and call[name].shape[axis] == T_q:
+            found[name] = call[name][(..., slice(first, end), *[slice(None)] * (-axis - 1))]
     if call.get("block_mask") is not None:
         blocks, size = call["block_mask"]
         if blocks.ndim > 1 and blocks.shape[-2] > 1:
@@ -182,12 +182,9 @@ def only_rows(call: Call, first: int, end: int) -> Call:
 
 def only_entry(call: Call, rank: int, one_head: bool, index: tuple[int, ...]) -> Call:
     """Return the call for one batch entry, with batch dimensions of size 1. `rank`: dimensions of the output."""
-    own = 2 if one_head else 3
-    batch = rank - own
+    batch = rank - (2 if one_head else 3)
     found = dict(call)
-    axes = dict.fromkeys(("query", "key", "value", "attn_mask", "bias", "block_mask"), own)
-    axes |= {"alibi_slopes": 1, "sinks": 1, "query_offset": 0, "query_seq_lengths": 0, "key_value_seq_lengths": 0}
-    axes |= {"key_value_seq_starts": 0}
+    axes = {name: len(row.axes) - (one_head and len(row.axes) > 1) for name, row in OPERANDS.items()}
 
     def entry(a: Any, n: int) -> Any:
         if not isinstance(a, np.ndarray) or a.ndim <= n:
@@ -201,14 +198,16 @@ def only_entry(call: Call, rank: int, one_head: bool, index: tuple[int, ...]) ->
         if name in call:
             found[name] = each(lambda a, n=n: entry(a, n), call[name])
     if isinstance(found.get("block_mask"), cattn.BlockMask):
-        found["block_mask"] = cattn.BlockMask(entry(found["block_mask"].blocks, own), found["block_mask"].size)
+        blocks, size = found["block_mask"]
+        found["block_mask"] = cattn.BlockMask(entry(blocks, axes["block_mask"]), size)
     return found
 
 
 def poisoned(call: Call) -> Call:
     """Return the call with NaN, or numbers that would be noticed, in everything that no query sees."""
     problem, found = scores_of(dequantized(call)), dict(call)
-    visible = problem.visible[..., 0, :, :] if problem.one_head else problem.visible
+    visible = problem.of_all_keys(problem.visible)
+    visible = visible[..., 0, :, :] if problem.one_head else visible
     for name, other in (("query", -1), ("key", -2), ("value", -2)):
         a, scale = call[name] if isinstance(call[name], cattn.Quantized) else (call[name], None)
         seen = sum_to(visible.any(other)[..., None], (*a.shape[:-1], 1)) > 0
@@ -217,6 +216,9 @@ def poisoned(call: Call) -> Call:
         if scale is not None:  # no scale is NaN
             used = sum_to(np.broadcast_to(seen, a.shape), np.shape(scale)) > 0
             found[name] = cattn.Quantized(found[name], np.where(used, scale, np.float32(2.0**100)))
+        if name != "query" and f"{name}_tangent" in call:
+            tangent = call[f"{name}_tangent"]
+            found[f"{name}_tangent"] = np.where(seen, tangent, np.asarray(NAN, tangent.dtype))
     for name in ("attn_mask", "bias"):
         a = call.get(name)
         if a is not None and a.dtype.kind == "f":
@@ -250,6 +252,16 @@ def assert_within(actual: np.ndarray, wanted: np.ndarray, tolerance: Any, what: 
         raise AssertionError(f"{wrong.sum()} wrong, first at {at}: {actual[at]} != {wanted[at]} +- {limit}; {what}")
 
 
+def assert_same_fields(actual: Any, wanted: Any, what: str) -> None:
+    """Compare all arrays of two results. Where one is a half, it must be the other one, rounded once."""
+    for name, a in wanted._asdict().items():
+        b = getattr(actual, name)
+        assert (a is None) == (b is None), name
+        if isinstance(a, np.ndarray):
+            right = quiet(a, b.dtype) if b.dtype in HALVES else a
+            assert_same_bits(np.ascontiguousarray(b), np.ascontiguousarray(right), f"{name}: {what}")
+
+
 def ways(rng: np.random.Generator) -> Any:
     """Yield every table inside the contract with one thread and with two, each on a random path."""
     for name in SAME_BITS:
@@ -271,7 +283,7 @@ def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput
     """Check output, weights, lse and dropout mask; return them."""
     wide, stored = dequantized(call), call["query"].dtype
     dtype = np.float64 if stored == np.float64 else np.float32
-    right = expected(wide, dtype)
+    right = expected(wide, dtype) if "key_indices" not in call else expected_of_lists(wide, dtype)
     with table("scalar"), forced("rows"), cattn.num_threads(1):
         whole = everything(**contiguous(wide))
     right.check(whole, "scalar, rows")
@@ -287,6 +299,27 @@ def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput
     assert_same_bits(everything(**poisoned(call)), yardstick, "poison")
     check_parts(call, yardstick, rng)
     return yardstick
+
+
+def expected_of_lists(call: Call, dtype: Any) -> Expected:
+    """Return the result of the reference for a call with key_indices, and the tolerance for `dtype`."""
+    right = reference.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
+    assert isinstance(right, cattn.AttentionOutput)
+    terms = call["query"].shape[-1] + right.weights.shape[-1] / 16
+    eps = float(np.finfo(dtype).eps * (8 * (2 + largest_score(call)) + terms))
+    largest = float(np.abs(np.asarray(call["value"])).max(initial=0))
+    lse = 1 + float(np.abs(right.lse).max(initial=0, where=np.isfinite(right.lse)))
+    return Expected(right, {"out": eps * (1 + largest), "weights": eps, "lse": eps * lse})
+
+
+def largest_score(call: Call) -> float:
+    """Return the largest sum of the absolute terms of a visible score."""
+    problem = scores_of(call)
+    size = problem.of_listed_keys(np.abs(problem.query * problem.scale) @ np.abs(problem.key).swapaxes(-1, -2))
+    visible = problem.visible & (problem.scores > -INF)
+    with np.errstate(invalid="ignore"):
+        size = size + np.abs(np.where(visible, problem.scores - problem.capped, 0))
+    return float(size.max(initial=0, where=visible))
 
 
 def for_products(call: Call, word: str) -> Call:
@@ -307,10 +340,7 @@ def check_products(call: Call, rng: np.random.Generator) -> None:
         whole = everything(**contiguous(wide))
     right = reference.scaled_dot_product_attention(**wide, return_weights=True, return_lse=True)
     assert isinstance(right, cattn.AttentionOutput)
-    problem = scores_of(wide)
-    size = np.abs(problem.query * problem.scale) @ np.abs(problem.key).swapaxes(-1, -2)
-    size = size + np.abs(np.where(problem.visible, problem.scores - problem.capped, 0))
-    eps = float(4 * np.finfo(np.float32).eps * (2 + size.max(initial=0, where=problem.visible)))
+    eps = float(4 * np.finfo(np.float32).eps * (2 + largest_score(wide)))
     p = call.get("dropout_p", 0.0)
     largest = np.abs(rounded_to_bfloat16(wide["value"])).max(initial=0) / (1 - p if p < 1 else 1)
     assert_within(whole.weights, right.weights, eps, "weights of rounded inputs")
@@ -324,6 +354,11 @@ def check_products(call: Call, rng: np.random.Generator) -> None:
     check_parts(call, yardstick, rng)
 
 
+def fields(result: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of a result."""
+    return {name: a for name, a in result._asdict().items() if isinstance(a, np.ndarray)}
+
+
 def check_parts(call: Call, whole: cattn.AttentionOutput, rng: np.random.Generator) -> None:
     """Check one batch entry alone, and a few queries alone."""
     T_q, size = call["query"].shape[-2], call["block_mask"].size if "block_mask" in call else 1
@@ -332,18 +367,19 @@ def check_parts(call: Call, whole: cattn.AttentionOutput, rng: np.random.Generat
     first = int(rng.integers(0, T_q)) // size * size
     end = int(rng.integers(first, T_q)) + 1
     part = everything(**only_rows(call, first, end))
-    rows = cattn.AttentionOutput(
-        *(a[..., first:end, :] for a in whole[:2]), whole.lse[..., first:end], whole.dropout_mask[..., first:end, :]
-    )
+    index = {"lse": (..., slice(first, end))}
+    rows = {name: a[index.get(name, (..., slice(first, end), slice(None)))] for name, a in fields(whole).items()}
+    rows = cattn.AttentionOutput(**rows)
     assert_same_bits(part, rows, f"queries {first}:{end} alone")
     if call.get("dropout_p"):  # its numbers depend on the batch entry
         return
     one_head = whole.out.ndim == 2 or (whole.out.ndim == 3 and not call.get("enable_gqa"))
     batch = whole.out.shape[: whole.out.ndim - (2 if one_head else 3)]
-    index = tuple(int(rng.integers(0, n)) for n in batch)
-    alone = everything(**only_entry(call, whole.out.ndim, one_head, index))
-    entry = tuple(slice(i, i + 1) for i in index)
-    assert_same_bits(alone, cattn.AttentionOutput(*(a[entry] for a in whole[:4])), f"batch entry {index} alone")
+    place = tuple(int(rng.integers(0, n)) for n in batch)
+    alone = everything(**only_entry(call, whole.out.ndim, one_head, place))
+    entry = tuple(slice(i, i + 1) for i in place)
+    right = cattn.AttentionOutput(**{name: a[entry] for name, a in fields(whole).items()})
+    assert_same_bits(alone, right, f"batch entry {place} alone")
 
 
 def check_stages(call: Call, rng: np.random.Generator) -> None:
@@ -354,18 +390,19 @@ def check_stages(call: Call, rng: np.random.Generator) -> None:
     eps, problem = numbers.eps, scores_of(wide | {"value": wide["key"]})
     scale, cap = problem.scale, call.get("softcap") or 0
     # Sums of products in any order: an ULP of the absolute terms for each. tanh and its division add some more.
-    size = np.abs(problem.query * scale) @ np.abs(problem.key).swapaxes(-1, -2)
+    size = problem.of_listed_keys(np.abs(problem.query * scale) @ np.abs(problem.key).swapaxes(-1, -2))
     least = numbers.smallest_subnormal * (8 + np.abs(problem.key).max(initial=0))  # of products that underflow
     tolerance = {"qk": (eps * size + least) * (problem.query.shape[-1] + 4)}
-    tolerance["softcap"] = tolerance["qk"] + 8 * eps * np.abs(problem.capped) * (cap > 0)
-    terms = np.abs(problem.capped)
+    terms = np.abs(np.where(problem.capped == -INF, 0, problem.capped))
+    tolerance["softcap"] = tolerance["qk"] + 8 * eps * terms * (cap > 0)
     for name in ("alibi_slopes", "attn_mask", "bias"):  # each alone, because they may cancel
         others = {"alibi_slopes", "attn_mask", "bias", "softcap"} - {name}
         alone = scores_of(without(wide, *others) | {"value": wide["key"]})
-        terms = terms + np.abs(np.where(alone.scores == -INF, 0, alone.scores - alone.products))
+        with np.errstate(invalid="ignore"):
+            terms = terms + np.abs(np.where(alone.scores == -INF, 0, alone.scores - alone.products))
     tolerance["bias"] = tolerance["mask"] = tolerance["softcap"] + 8 * eps * terms
     halves = call["query"].dtype in HALVES and not isinstance(call["key"], cattn.Quantized)
-    for stage in STAGES:
+    for stage in STAGES[: -1 if "key_indices" in call else None]:
         dropout = () if stage == "dropout" else DROPOUT
         options = {"stage": stage}
         with table("scalar"), forced("rows"), cattn.num_threads(1):
@@ -382,6 +419,37 @@ def check_stages(call: Call, rng: np.random.Generator) -> None:
             assert_same_bits(again, yardstick, f"{stage}, {way}")
 
 
+def check_statistics(actual: Any, call: Call, options: Call) -> Any:
+    """Check every field against the reference, whose statistics are returned. `call` has no halves."""
+    call = without(call, *VALUE, *DROPOUT)
+    wanted = reference.attention_statistics(**call, **options)
+    query, key = call["query"], call["key"]
+    dtype = np.float64 if query.dtype == np.float64 else np.float32
+    eps, top_k = np.finfo(dtype).eps, options.get("top_k", 0)
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    # a score is a sum of products that are rounded; an error of the score is a relative error of the weight
+    with np.errstate(all="ignore"):
+        scores = reference.attention_weights(**without(call, "sinks"), stage="mask")
+    size = np.abs(scores[np.isfinite(scores)]).max(initial=1)
+    scale = abs(call.get("scale", 1.0)) * np.abs(query).max(initial=1, where=np.isfinite(query))
+    error = eps * (8 * size + 4 * query.shape[-1] * scale + 40)
+    positions = np.abs(np.asarray(call.get("query_offset", 0))).max(initial=0) + 2 * (seqlen_q + seqlen_k)
+    sizes = {"entropy": 2 + np.log(max(seqlen_k, 2)), "distance": positions, "received": seqlen_q, "lse": size}
+    for name in cattn.AttentionStatistics._fields:
+        a, b = getattr(actual, name), getattr(wanted, name)
+        assert (a is None) == (b is None), name
+        if a is None or name == "top_keys":
+            continue
+        assert a.shape == b.shape, name
+        assert a.dtype == dtype, name
+        np.testing.assert_allclose(a, b, rtol=error, atol=error * sizes.get(name, size), err_msg=name)
+    if top_k > 0:
+        # keys may change places where scores differ by less than their rounding errors
+        assert actual.top_keys.shape == wanted.top_keys.shape
+        assert ((actual.top_keys == -1) == (wanted.top_keys == -1)).all()
+    return wanted
+
+
 def check_all_statistics(call: Call, options: Call) -> None:
     """Check the statistics: values, zeros and bits."""
     call = without(call, *VALUE, *DROPOUT)
@@ -395,17 +463,9 @@ def check_all_statistics(call: Call, options: Call) -> None:
         if a is not None and name != "top_keys" and not products_underflow(call.get("scale") or 0, call):
             assert_same_zeros(a, getattr(wanted, name), name)
     for way in tables():
-        assert_same_statistics(cattn.attention_statistics(**call, **options), found, way)
+        assert_same_fields(cattn.attention_statistics(**call, **options), found, way)
     poison = without(poisoned(call | {"value": call["key"]}), *VALUE)
-    assert_same_statistics(cattn.attention_statistics(**poison, **options), found, "poison")
-
-
-def assert_same_statistics(actual: Any, wanted: Any, what: str) -> None:
-    for name, a in wanted._asdict().items():
-        b = getattr(actual, name)
-        assert (a is None) == (b is None), name
-        if a is not None:
-            assert_same_bits(np.ascontiguousarray(b), np.ascontiguousarray(a), f"{name}: {what}")
+    assert_same_fields(cattn.attention_statistics(**poison, **options), found, "poison")
 
 
 def check_gradients(call: Call, rng: np.random.Generator) -> None:
@@ -427,17 +487,8 @@ def check_gradients(call: Call, rng: np.random.Generator) -> None:
             assert_within(a, b, getattr(tolerance, name), f"gradient of {name}")
             assert_same_zeros(a, b, f"gradient of {name}")
     for way in tables():
-        assert_same_gradients(cattn.attention_backward(**call, **given), found, call, way)
-    assert_same_gradients(cattn.attention_backward(**poisoned(call), **given), found, call, "poison")
-
-
-def assert_same_gradients(actual: Any, wanted: Any, call: Call, what: str) -> None:
-    """The gradients of halves are rounded to halves."""
-    for name, a in wanted._asdict().items():
-        if a is not None:
-            own = getattr(actual, name)
-            right = quiet(a, own.dtype) if name in call and call[name].dtype in HALVES else a
-            assert_same_bits(np.ascontiguousarray(own), np.ascontiguousarray(right), f"gradient of {name}: {what}")
+        assert_same_fields(cattn.attention_backward(**call, **given), found, f"gradients, {way}")
+    assert_same_fields(cattn.attention_backward(**poisoned(call), **given), found, "gradients, poison")
 
 
 def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.AttentionGradients:
@@ -447,7 +498,7 @@ def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.At
     the tolerance is the gradient of absolute numbers, times ULPs: of the largest score, and of as many additions as the
     longest chains have.
     """
-    problem = scores_of(without(call, "grad_out", "out", "lse", "grad_lse"))
+    problem = scores_of(call)
     dtype = np.float64 if call["query"].dtype == np.float64 else np.float32
 
     def with_heads(name: str, axis: int) -> np.ndarray:
@@ -462,10 +513,9 @@ def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.At
         weights = np.where(visible, np.exp(problem.scores - lse[..., None]), 0)
     p = call.get("dropout_p", 0.0)
     factor = 1 / (1 - p) if p < 1 else 0
-    size = np.abs(problem.query * problem.scale) @ k.swapaxes(-1, -2)
-    size = size + np.abs(np.where(visible, problem.scores - problem.capped, 0))
-    largest = float(size.max(initial=0, where=visible)) + np.abs(np.where(np.isfinite(lse), lse, 0)).max(initial=0)
-    terms = q.shape[-1] + v.shape[-1] + (q.shape[-2] + k.shape[-2]) / 16  # sums of chains of 16 and of columns
+    largest = largest_score(call) + np.abs(np.where(np.isfinite(lse), lse, 0)).max(initial=0)
+    terms = q.shape[-1] + v.shape[-1] + (q.shape[-2] + weights.shape[-1]) / 16  # sums of chains of 16 and of columns
+    weights = problem.of_all_keys(weights)
     eps = np.finfo(dtype).eps * (8 * (1 + largest) + terms) + (0 if dtype == np.float64 else np.finfo(dtype).eps)
     delta = (grad_out * out).sum(-1) + grad_lse
     dS = weights * (factor * (grad_out @ v.swapaxes(-1, -2)) + delta[..., None])
@@ -490,13 +540,87 @@ def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.At
     return cattn.AttentionGradients(*grads, bias, sinks)
 
 
+def tangent_tolerance(call: Call, lse: np.ndarray) -> dict[str, np.ndarray]:
+    """Return how far each number of the tangents may be off: some ULP of its absolute terms, as for the gradients."""
+    problem, dtype = scores_of(call), np.float64 if call["query"].dtype == np.float64 else np.float32
+    p, v = call.get("dropout_p", 0.0), np.abs(problem.value)
+
+    def moved(name: str, like: np.ndarray | None = None) -> np.ndarray:
+        """Return the size of a tangent with an axis for the heads, which are repeated for their groups."""
+        a = np.abs(np.asarray(call.get(f"{name}_tangent", 0), np.float64))
+        a = np.expand_dims(a, -3) if problem.one_head and a.ndim > 2 else a
+        if like is None or a.ndim < 3 or a.shape[-3] in (1, like.shape[-3]):
+            return a if like is None else np.broadcast_to(a, like.shape)
+        return np.broadcast_to(np.repeat(a, like.shape[-3] // a.shape[-3], axis=-3), like.shape)
+
+    lse = np.expand_dims(lse, -2) if problem.one_head else lse
+    with np.errstate(all="ignore"):
+        weights = np.where(problem.visible & (problem.scores > -INF), np.exp(problem.scores - lse[..., None]), 0)
+        sink = np.nan_to_num(np.exp(np.asarray(call.get("sinks", -INF), np.float64)[..., None] - lse))
+    factor = 1 / (1 - p) if p < 1 else 0
+    steps = moved("query", problem.query) @ np.abs(problem.key).swapaxes(-1, -2)
+    steps = steps + np.abs(problem.query) @ moved("key", problem.key).swapaxes(-1, -2)
+    steps = np.where(problem.visible, abs(problem.scale) * steps + moved("bias"), 0)
+    mean = (weights * steps).sum(-1) + sink * moved("sinks")[..., None]
+    out = factor * ((weights * (steps + mean[..., None])) @ v + weights @ moved("value", v))
+    terms = 2 * problem.query.shape[-1] + v.shape[-1] + v.shape[-2] / 16
+    largest = largest_score(call) + np.abs(np.where(np.isfinite(lse), lse, 0)).max(initial=0)
+    eps = np.finfo(dtype).eps * (16 * (1 + largest) + terms)
+    least = 4 * float(np.finfo(dtype).smallest_normal) * (1 + terms) * (1 + steps.max(initial=0) + v.max(initial=0))
+    out, mean = eps * out + least, eps * mean + least
+    return {"out_tangent": out[..., 0, :, :], "lse_tangent": mean[..., 0, :]} if problem.one_head else {
+        "out_tangent": out, "lse_tangent": mean}  # fmt: skip
+
+
+def check_tangents(call: Call, rng: np.random.Generator) -> None:
+    """Check the derivative in a direction, and the bits of its gradients."""
+    if "key_indices" in call or any(isinstance(call[name], cattn.Quantized) for name in ("key", "value")):
+        return
+    names = [name for name in arguments(call) if rng.random() < 0.7]
+    call = call | direction(call, int(rng.integers(2**32)), names)
+    wide = dequantized(call)
+    with table("scalar"), cattn.num_threads(1):
+        exact = cattn.attention_jvp(**contiguous(wide), return_lse=True)
+        found = cattn.attention_jvp(**contiguous(call), return_lse=True)  # of halves: from a rounded output
+    wanted = reference.attention_jvp(**wide, return_lse=True)
+    for name, limit in tangent_tolerance(wide, wanted.lse).items():
+        assert_within(getattr(exact, name), getattr(wanted, name), limit, name)
+    result = cattn.attention_jvp(**call, return_lse=np.float64)
+    given = results_of(result) | {"grad_out_tangent": cotangent(result.out), "grad_lse_tangent": cotangent(result.lse)}
+    with table("scalar"), cattn.num_threads(1):
+        gradients = cattn.attention_jvp_backward(**contiguous(call | given))
+    for way in tables():
+        assert_same_fields(cattn.attention_jvp(**call, return_lse=True), found, f"tangents, {way}")
+        assert_same_fields(cattn.attention_jvp_backward(**call, **given), gradients, f"second derivative, {way}")
+    poison = poisoned(call)
+    assert_same_fields(cattn.attention_jvp(**poison, return_lse=True), found, "tangents, poison")
+    assert_same_fields(cattn.attention_jvp_backward(**poison, **given), gradients, "second derivative, poison")
+
+
+def check_layout(call: Call) -> None:
+    """Check that results with tokens before heads have the bits of those with heads before tokens."""
+    rank = call["query"].ndim
+    if rank < 3 or (rank == 3 and not call.get("enable_gqa")):
+        return
+    right, found = everything(**call), everything(**tokens_first(call))
+    assert_same_bits(found._replace(out=found.out.swapaxes(-3, -2)), right, "tokens before heads")
+    given = call | {"grad_out": cotangent(right.out), "out": right.out, "lse": right.lse}
+    wanted = cattn.attention_backward(**given)
+    for name, a in fields(cattn.attention_backward(**tokens_first(given))).items():
+        own = a.swapaxes(-3, -2) if name in ("query", "key", "value") else a
+        assert_same_bits(own, getattr(wanted, name), f"gradient of {name}, tokens before heads")
+
+
 def check_call(call: Call, statistics: Call, rng: np.random.Generator) -> None:
     """Check all functions of one call of attention."""
     check_outputs(call, rng)
     check_products(call, rng)
+    check_layout(call)
     check_stages(call, rng)
-    check_all_statistics(call, statistics)
+    if "key_indices" not in call:
+        check_all_statistics(call, statistics)
     check_gradients(call, rng)
+    check_tangents(call, rng)
 
 
 # ---- packed sequences and caches -------------------------------------------------------------------------------------
@@ -511,7 +635,7 @@ def check_packed(call: Call, statistics: Call, rng: np.random.Generator) -> None
     grads = cattn.attention_backward(
         np.where(hidden[..., None], 0, grad_out_batch).astype(grad_out.dtype), out=right.out, lse=lse, **batch
     )
-    summed = without(batch, *VALUE, *DROPOUT)
+    summed = without(batch, *NOT_OF_STATISTICS)
     whole = cattn.attention_statistics(**summed, **_fitting(statistics, batch) | {"statistics": None})
     for way in ways(rng):
         found = cattn.varlen_attention(**call, return_lse=np.float64)
@@ -523,7 +647,7 @@ def check_packed(call: Call, statistics: Call, rng: np.random.Generator) -> None
             assert_same_bits(getattr(own, name), unpad(getattr(grads, name), edges), f"gradient of {name}, {way}")
         if grads.sinks is not None:
             assert_same_bits(own.sinks, grads.sinks, f"gradient of sinks, {way}")
-        summary = cattn.varlen_attention_statistics(**without(call, *VALUE, *DROPOUT), **statistics)
+        summary = cattn.varlen_attention_statistics(**without(call, *NOT_OF_STATISTICS), **statistics)
         for name, a in whole._asdict().items():
             if a is None or getattr(summary, name) is None:  # each may be asked for without the others
                 continue
@@ -572,7 +696,7 @@ def check(problem: Problem) -> None:
     rng, call = np.random.default_rng(problem.seed), problem.call
     if problem.kind == "packed":
         check_packed(call, problem.statistics, rng)
-        call = padded(call, 0)
+        call = without(padded(call, 0), "compute_dtype")
         if work(call) > BUDGET:
             return
     if problem.kind == "cache":
