@@ -92,7 +92,7 @@ def test_the_default_table_does_not_warn() -> None:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git applies the patches to a clone")
 def test_the_planted_bugs_fit_the_source() -> None:
     """tools/sanitize plants them, to see that its checks find them."""
-    names = re.findall(r"^=== (\w+):", (ROOT / "tools" / "planted.patch").read_text("utf-8"), re.MULTILINE)
+    names = re.findall(r"^=== (\w+):", (ROOT / "tools" / "planted").read_text("utf-8"), re.MULTILINE)
     assert len(names) > 3
     for name in names:
         patch = subprocess.run([ROOT / "tools" / "planted", name], capture_output=True, check=True).stdout

@@ -147,7 +147,7 @@ def test_reports_of_bugs_ask_for_the_configuration() -> None:
 
 def test_the_page_of_platforms_lists_every_wheel() -> None:
     page = (ROOT / "docs" / "platforms.md").read_text("utf-8")
-    targets = runpy.run_path(str(ROOT / "tools" / "wheels" / "targets.py"))["TARGETS"]
+    targets = runpy.run_path(str(ROOT / "tools" / "wheels" / "build.py"))["TARGETS"]
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(target.tag for target in targets)
 
 

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from build import ROOT, Python, WheelError, build_wheel, make_sdist, pythons, run
-from checks import CHECKS
-from targets import TARGETS, Target
-from trials import compare_bits, try_wheel
+from build import ROOT, TARGETS, Python, Target, WheelError, build_wheel, make_sdist, pythons, run
+from checks import CHECKS, compare_bits, try_wheel
 
 DIST = ROOT / "dist"
 

@@ -1,15 +1,28 @@
-"""Checks of a built wheel without running it. Each returns a word for the table or raises WheelError."""
+"""Checks of a built wheel, without running it and with it. Each returns a word for the table or raises WheelError.
 
+bits.c: tests/core/bits.c, linked to the wheel's own objects, on every target with an emulator here (QEMU for AArch64,
+wine for Windows). Its lines must be the lines of GCC's scalar table. Tests: the installed wheel, with the walk of
+`python -m cattn` and a part of the tests, in fresh environments with the oldest and the newest NumPy; for AArch64 with
+Debian's Python under QEMU.
+"""
+
+import functools
+import importlib.machinery
+import importlib.util
 import json
+import platform
 import re
+import shutil
 import sys
 import tempfile
+import threading
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import pefile
-from build import Wheel, WheelError, run
+from build import ROOT, Wheel, WheelError, run
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
@@ -175,3 +188,211 @@ CHECKS = {
     "contents": check_contents,
     "binary": check_binary,
 }
+
+
+# ---- what can run here -----------------------------------------------------------------------------------------------
+OLDEST_NUMPY = {11: "2.0.0", 12: "2.0.0", 13: "2.1.0", 14: "2.3.2"}  # the first with wheels for this Python 3
+TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=9", "pytest-xdist>=3.6"]
+_LOCK = threading.Lock()
+FAST_TABLES = {"avx2", "avx512_256", "avx512", "avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"}
+# One test is about builds in place, which have one table more than wheels.
+NOT_OF_WHEELS = "tests/project/test_machines.py::test_every_table_is_compiled_wherever_it_can_be"
+SHORT_TESTS = ["machines", "elf", "bits", "masks", "varlen"]  # they need no more than TEST_PACKAGES
+LONG_TESTS = [
+    *SHORT_TESTS,
+    "attention",
+    "backward",
+    "cache",
+    "decoding",
+    "dropout",
+    "errors",
+    "fp_mode",
+    "outputs",
+    "threads",
+]
+
+
+@functools.cache
+def machines() -> ModuleType:
+    """Return tools/machines, which compares the lines of bits.c."""
+    loader = importlib.machinery.SourceFileLoader("machines", str(ROOT / "tools" / "machines"))
+    spec = importlib.util.spec_from_loader("machines", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["machines"] = module
+    loader.exec_module(module)
+    return module
+
+
+def x86_features() -> set[str]:
+    """Return the features of this processor, or nothing if it is not an x86 processor of a Linux machine."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def emulator(wheel: Wheel) -> list[str] | None:
+    """Return the words before a program of this target, or None if it cannot run here."""
+    words = wheel.target.emulator
+    if words is None or platform.system() != "Linux":
+        return None
+    if not words:
+        return [] if platform.machine() == wheel.target.machine else None
+    found = shutil.which(words[0]) or shutil.which(words[0], path="/usr/lib/wine")  # Debian's is not on the path
+    return [found, *words[1:]] if found else None
+
+
+# ---- bits.c ----------------------------------------------------------------------------------------------------------
+@functools.cache
+def _right_lines(n: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as work:
+        x86 = machines().X86
+        program = machines().compile_core(x86, ROOT, ["scalar"], Path(work, "gcc"))
+        lines: list[str] = machines().lines_of(x86, program, "scalar", n)
+        return lines
+
+
+def right_lines(n: int) -> list[str]:
+    """Return what bits.c prints for n problems with GCC and the scalar table; wheels are tried side by side."""
+    with _LOCK:
+        return _right_lines(n)
+
+
+def compare_bits(wheel: Wheel, n: int) -> str:
+    """Every table that runs and is inside the bit contract gives the right lines."""
+    words = emulator(wheel)
+    if words is None:
+        return "not run"
+    program = wheel.compiler.with_name("bits.exe")
+    flags = ["-std=gnu11", "-O1", "-ffp-contract=off", "-I", ROOT / "csrc"]
+    libraries = [] if wheel.target.system == "windows" else ["-pthread", "-lm"]
+    sources = [ROOT / file for file in machines().BITS]
+    run(wheel.compiler, *flags, *sources, *wheel.objects, *libraries, "-o", program)
+    env: dict[str, str | None] = {"WINEDEBUG": "-all", "WINEPREFIX": str(wheel.compiler.with_name("wine"))}
+    compared = 0
+    for line in run(*words, program, env=env, errors_too=False).splitlines():  # Wine writes notices to standard error
+        name, usable, contract = line.split()
+        if usable == "1":
+            lines = run(*words, program, name, "0", str(n), env=env, errors_too=False).splitlines()
+            if contract == "1":
+                right = right_lines(n)
+                differ = [(a, b) for a, b in zip(lines, right, strict=True) if a != b]
+                if differ:
+                    raise WheelError(
+                        f"{wheel.target.name} {name}: {len(differ)} of {len(right)} lines of bits.c differ"
+                    )
+                compared += 1
+    if not compared:
+        raise WheelError(f"{wheel.target.name}: bits.c has no table inside the bit contract")
+    return f"{compared} tables"
+
+
+# ---- the installed wheel ---------------------------------------------------------------------------------------------
+def walk_digits(output: str) -> list[str]:
+    """Return the numbers of the walk that `python -m cattn` prints, without the times that it measures at the end."""
+    return re.findall(r"-?\d+\.\d+", output.partition("This machine:")[0])
+
+
+def run_tests(wheel: Wheel, python: list[str | Path], env: dict[str, str | None], tests: list[str]) -> tuple[str, str]:
+    """Check the table in use, run the walk and some tests; return the walk and the last line of the tests."""
+    code = "import cattn, json; print(json.dumps([cattn.__file__, cattn.show_config('dicts')]))"
+    with tempfile.TemporaryDirectory() as empty:
+        found = run(*python, "-W", "error", "-c", code, cwd=Path(empty), env=env)
+        walk = run(*python, "-m", "cattn", cwd=Path(empty), env=env)
+    if str(wheel.tree) in found:
+        raise WheelError(f"the tests would not test the wheel: {found}")
+    table = re.search(r'"instruction_set": "(\w+)", "bit_contract": (true|false)', found)
+    if not table:
+        raise WheelError(f"show_config() does not name the table in use: {found}")
+    wanted = FAST_TABLES if {"fma", "avx2"} <= x86_features() and wheel.target.machine == "x86_64" else {table[1]}
+    if table[1] not in wanted or (table[2] == "false" and "fma" in x86_features()):
+        raise WheelError(f"{wheel.path.name} takes the slow table {table[1]} on this processor")
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "--deselect", NOT_OF_WHEELS]
+    said = run(*python, "-m", "pytest", *options, *tests, cwd=wheel.tree, env=env)
+    return walk, said.splitlines()[-1].strip("= ")
+
+
+def test_files(names: list[str]) -> list[str]:
+    """Return the paths of tests."""
+    return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
+
+
+def test_native(wheel: Wheel, long: bool) -> str:
+    """Test in fresh environments with the oldest and the newest NumPy."""
+    walks, words = [], []
+    oldest = OLDEST_NUMPY.get(sys.version_info.minor)
+    for requirement in ([f"numpy=={oldest}"] if oldest else []) + ["numpy"]:
+        place = wheel.compiler.with_name(f"venv-{len(words)}")
+        run(wheel.python.executable, "-m", "venv", place)
+        python = place / "bin" / "python"
+        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
+        run(*pip, "--only-binary=:all:", wheel.path, requirement, *TEST_PACKAGES)
+        version = run(python, "-c", "import numpy; print(numpy.__version__)").strip()
+        walk, last = run_tests(wheel, [python], {"PYTHONPATH": None}, test_files(LONG_TESTS if long else SHORT_TESTS))
+        walks.append(walk_digits(walk))
+        words.append(f"NumPy {version}: {last}")
+    if walks[0] != walks[-1] or not walks[0]:
+        raise WheelError("python -m cattn prints other digits with another NumPy")
+    return "; ".join(words)
+
+
+def debian_python(work: Path) -> Path | None:
+    """Unpack Debian's Python for AArch64 and all that it needs into a folder; None without Debian's tools.
+
+    APT gets folders of its own, and no list of installed packages: the machine's packages stay as they are.
+    """
+    root = work / "debian"
+    if root.exists():
+        return root
+    if not shutil.which("apt-get") or not Path("/etc/apt").is_dir():
+        return None
+    state = work / "apt"
+    for name in ("lists/partial", "archives/partial"):
+        (state / name).mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()
+    options = {
+        "APT::Architecture": "arm64",
+        "APT::Architectures": "arm64",
+        "APT::Sandbox::User": "",
+        "Dir::State": state,
+        "Dir::State::Lists": state / "lists",
+        "Dir::State::Status": state / "status",
+        "Dir::Cache": state,
+        "Dir::Cache::Archives": state / "archives",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    run("apt-get", *words, "-q", "update")
+    run("apt-get", *words, "-q", "-y", "--download-only", "--no-install-recommends", "install", "python3", "libstdc++6")
+    for package in sorted(state.glob("archives/*.deb")):
+        run("dpkg-deb", "-x", package, root)
+    return root
+
+
+def test_aarch64(wheel: Wheel, long: bool, work: Path) -> str:
+    """Test with Debian's Python under QEMU."""
+    root = debian_python(work) if shutil.which("qemu-aarch64") else None
+    if root is None:
+        return "not run: needs qemu-user and Debian's packages"
+    python = (root / "usr/bin/python3").resolve()
+    version = python.name.removeprefix("python")
+    site = work / "debian-site"
+    tags = [f"manylinux_2_28_{wheel.target.machine}", f"manylinux2014_{wheel.target.machine}", wheel.target.tag]
+    platforms = [word for tag in tags for word in ("--platform", tag)]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
+    only = ["--target", site, "--only-binary=:all:", "--python-version", version, *platforms]
+    run(*pip, *only, wheel.path, "numpy", *TEST_PACKAGES)
+    env: dict[str, str | None] = {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env |= {"OPENBLAS_CORETYPE": None, "OPENBLAS_L2_SIZE": None}
+    tests = test_files(LONG_TESTS) if long else [*test_files(["bits", "elf"]), "-k", "(gnu128 and float32) or module"]
+    _, last = run_tests(wheel, ["qemu-aarch64", "-L", root, python], env, tests)
+    return f"QEMU, Python {version}: {last}"
+
+
+def try_wheel(wheel: Wheel, long: bool, work: Path) -> str:
+    """Run the tests of a wheel if it can be installed here."""
+    target = wheel.target
+    if target.name == "manylinux_x86_64" and emulator(wheel) == []:
+        return test_native(wheel, long)
+    if target.name == "manylinux_aarch64":
+        return test_aarch64(wheel, long, work)
+    return "not run"
