@@ -329,8 +329,12 @@ def run(raw_bytes: bytes) -> None:
             arguments[name] = odd(choose, old)
         else:
             arguments[name] = any_thing(choose)
-    if takes_hours(function, arguments):
-        return
+    if not takes_hours(function, arguments):
+        call(function, arguments)
+
+
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Make a call; raise Finding if it misbehaves."""
     before = memory_of(arguments)
     rng = arguments.get("rng")
     state = rng.get_state() if isinstance(rng, cattn.TorchGenerator) else None

@@ -3,10 +3,14 @@
 import sys
 import tarfile
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+import cattn
 from support import ROOT
 
 FUZZ = ROOT / "fuzz"
@@ -24,14 +28,11 @@ def inputs_of(archive: str) -> dict[str, bytes]:
         return {member.name.removeprefix("./"): opened.extractfile(member).read() for member in files}
 
 
-CRASHERS = inputs_of("crashers")
-
-
-def run(name: str, data: bytes) -> None:
+def judge(name: str, judged: Callable[..., None], *arguments: Any) -> None:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
-            binding.run(data)
+            judged(*arguments)
         except binding.Finding as found:
             raise AssertionError(f"{name}: {found}") from found
 
@@ -42,17 +43,56 @@ def test_kept_inputs() -> None:
     inputs = inputs_of("binding")
     assert len(inputs) > 100
     for name, data in inputs.items():
-        run(name, data)
+        judge(name, binding.run, data)
 
 
-@pytest.mark.parametrize("name", [name for name in CRASHERS if name.startswith("binding/")])
+X = np.linspace(0.1, 0.6, 6, dtype=np.float32).reshape(2, 3)
+RAGGED = [[1.0], [1.0, 2.0]]
+
+
+def weights(dtype: Any, *batch: int, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a call whose weights are drawn before they are written to an array that refuses."""
+    x, out = np.ones((*batch, 2, 3), dtype), np.zeros((*batch, 2, 2), dtype)
+    out.flags.writeable = False
+    given = {"query": x, "key": x, "dropout_p": 0.5, "rng": cattn.TorchGenerator(3), "stage": "dropout", "out": out}
+    return cattn.attention_weights, given | more
+
+
+def backward(**more: Any) -> tuple[Any, dict[str, Any]]:
+    return cattn.dropout_backward, {"grad_out": X, "p": 0.5} | more
+
+
+FIXED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dropout_p with methods": weights(np.float32, rng=5, out=None, dropout_p=binding.Hostile(1)),
+    "out of float16 is read-only": weights(np.float16),
+    "out of bfloat16 is read-only": weights(ml_dtypes.bfloat16, 1, 2),
+    "out of five axes is read-only": weights(np.float16, 2, 2, 2),
+    "stage is an array": weights(np.float32, out=None, stage=np.ones((3, 3), np.float32)),
+    "stage is a matrix": weights(np.float32, out=None, stage=X.view(np.matrix)),
+    "p is a half": (lambda p: cattn.TorchGenerator(1).bernoulli(p), {"p": np.array(0.4375, np.float16)}),
+    "rng is larger than memory": (cattn.dropout, {"x": X, "rng": np.broadcast_to(np.float32(1), (3, 2**40))}),
+    "mask does not broadcast": backward(grad_out=np.zeros((0, 0, 0), bool), mask=np.ones((2, 2), bool)),
+    "gradient of one number": backward(grad_out=False, mask=False),
+    "ragged gradient": backward(grad_out=RAGGED, mask=np.zeros((0, 17), bool)),
+    "ragged rng": backward(rng=RAGGED),
+    "structured mask": backward(mask=np.zeros((), "f4,i2")),
+    "one query head, eight of values": (
+        cattn.varlen_attention,
+        {"query": np.ones((0, 1, 8), ">f4"), "key": np.ones((8, 1, 8), ">f4"), "value": np.ones((8, 8, 8), ">i8"),
+         "cu_seqlens_q": [0, 0, 0], "cu_seqlens_k": [0, 0, 8]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIXED)
 def test_fixed_bugs_of_the_binding(name: str) -> None:
-    run(name, CRASHERS[name])
+    """The fuzzer found them. The call returns or names an argument, writes nothing and draws nothing."""
+    judge(name, binding.call, *FIXED[name])
 
 
 def test_kept_inputs_of_the_core() -> None:
     """They need libFuzzer to run: tools/fuzz does that. Here: they are there, and as short as the fuzzer makes them."""
-    inputs = inputs_of("core") | {name: data for name, data in CRASHERS.items() if name.startswith("core/")}
+    inputs = inputs_of("core") | inputs_of("crashers")
     assert len(inputs) > 300
     assert all(0 < len(data) <= 256 for data in inputs.values())
 
