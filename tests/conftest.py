@@ -123,7 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if "others" in item.nodeid and item.callspec.params.get("share") == "others":  # type: ignore[attr-defined]
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if given.get("share") == "others":
             item.add_marker(pytest.mark.thorough)
         else:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
