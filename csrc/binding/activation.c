@@ -8,7 +8,7 @@ struct call {
     struct cattn_activation_params *params;
     PyArrayObject *inputs[N_INPUTS]; /* owned; GRAD may be NULL */
     int type, own_nd;                /* of x and the result */
-    npy_intp dims[NPY_MAXDIMS];      /* of x */
+    int64_t dims[NPY_MAXDIMS];       /* of x */
     struct cattn_output output;
 };
 
@@ -17,10 +17,8 @@ static bool parse_approximate(struct binding_state *state, PyObject *object, enu
         *which = CATTN_GELU;
     } else if (cattn_arg_is(object, state->tanh)) {
         *which = CATTN_GELU_TANH;
-    } else {
-        PyErr_Format(PyExc_ValueError, "approximate must be 'none' or 'tanh', got %R", object);
-        return false;
-    }
+    } else
+        return cattn_raise(PyExc_ValueError, "approximate must be 'none' or 'tanh', got %R", object);
     return true;
 }
 
@@ -62,7 +60,7 @@ static bool parse_inputs(struct call *call, PyObject *x, PyObject *grad) {
         return false;
     call->own_nd = PyArray_NDIM(call->inputs[X]);
     cattn_take_dims(call->dims, call->inputs[X]);
-    if (grad != NULL && !cattn_check_shape(call->inputs[GRAD], "grad_out", "x", call->own_nd, call->dims))
+    if (grad != NULL && !cattn_arg_has_shape(call->inputs[GRAD], "grad_out", "x", call->own_nd, call->dims))
         return false;
     take_inputs(call);
     return true;

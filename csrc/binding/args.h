@@ -13,7 +13,9 @@
 /* ---- errors ---- */
 
 /* The errors of call/ as exceptions. */
-extern const struct cattn_door cattn_python_door;
+extern const struct cattn_door *const cattn_python;
+/* An exception, as PyErr_Format sets it. Always false. */
+#define cattn_raise(...) ((void)PyErr_Format(__VA_ARGS__), false)
 /* True for CATTN_OK; every other status becomes an exception here and nowhere else. */
 bool cattn_error_status(enum cattn_status status);
 /* TypeError "<name> must be <wanted>, got <type of got>". Always false. */
@@ -32,11 +34,9 @@ bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);
 /* RuntimeError unless the helpers of the package are registered and can be called. */
 bool cattn_ready(const struct binding_state *state);
 /* A shape as Python shows it, a new reference. */
-PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
-
-/* For errors about heads and tokens that the arrays would not have with these two axes swapped. */
-#define CATTN_LAYOUT_HINT                                                                                              \
-    "if the arrays are (..., tokens, heads, head_dim), pass query.swapaxes(-3, -2) and so on, or layout='bthd'"
+PyObject *cattn_shape_tuple(int nd, const int64_t *dims);
+/* A shape in a message. */
+struct cattn_shape_text cattn_shape_of(PyArrayObject *array);
 
 /* ---- numbers, flags and words ---- */
 
@@ -49,7 +49,12 @@ bool cattn_arg_probability(PyObject *object, const char *name, double *p);
 /* An int, a new reference. TypeError for a bool, and for anything else that is no integer. */
 PyObject *cattn_arg_index(PyObject *object, const char *name);
 /* The truth of any object, as Python defines it. */
-bool cattn_arg_flag(PyObject *object, const char *name, bool *value);
+bool cattn_arg_truth(PyObject *object, const char *name, bool *value);
+/* The same, inline for the objects that nearly all calls have: a call of attention has four flags. */
+static inline bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
+    *value = object == Py_True;
+    return *value || object == Py_False || object == Py_None || cattn_arg_truth(object, name, value);
+}
 /* True or False, and no other object. */
 bool cattn_arg_bool(PyObject *object, const char *name, bool *value);
 /* An int (no bool) between two bounds. */
@@ -65,8 +70,9 @@ bool cattn_arg_is(PyObject *object, PyObject *interned);
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
 /* Copies all that the checks of call/ read. */
 void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *frozen);
-/* A new array, not cleared. */
+/* A new array, not cleared or with zeros. */
 PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type);
+PyArrayObject *cattn_new_zeros(int nd, const int64_t *dims, int type);
 /* A new array of int64 for the integers of another one, in the order of a walk: an axis that repeats has size 1. */
 PyArrayObject *cattn_new_integers(const struct cattn_array *array);
 /* The type that NumPy promotes all arrays of the list to, except NULLs; or -1. `names` is what messages call them. */
@@ -83,12 +89,12 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
 /* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
 void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted);
 /* A size, counted from the last axis, which is 1; 1 if the array has no such axis. */
-static inline npy_intp cattn_size_from_end(PyArrayObject *array, int back) {
+static inline int64_t cattn_size_from_end(PyArrayObject *array, int back) {
     const int nd = PyArray_NDIM(array);
     return back <= nd ? PyArray_DIM(array, nd - back) : 1;
 }
 /* Copies the sizes. An array without axes may have no list of them, and memcpy takes no NULL. */
-static inline void cattn_take_dims(npy_intp *dims, PyArrayObject *array) {
+static inline void cattn_take_dims(int64_t *dims, PyArrayObject *array) {
     for (int axis = 0; axis < PyArray_NDIM(array); axis++)
         dims[axis] = PyArray_DIM(array, axis);
 }
@@ -108,22 +114,20 @@ enum cattn_mask_kind {
 };
 /* A mask or bias that broadcasts to dims. Its type is NPY_BOOL or `type`. */
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
-                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
+                              enum cattn_mask_kind kind, int type, int nd, const int64_t *dims);
 /* A boolean mask that broadcasts to dims; `meaning` explains the dims. */
 PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
-                                   const npy_intp *dims, const char *meaning);
+                                   const int64_t *dims, const char *meaning);
 /* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 /* ValueError unless the array has this shape, the shape of `whose`. */
-bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims);
+bool cattn_arg_has_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const int64_t *dims);
 /* ValueError unless array broadcasts to dims; `meaning` explains the dims, and `hint` ends the message. */
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const int64_t *dims, const char *meaning,
                           const char *hint);
 
 /* ---- strides in elements ---- */
-enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
-/* The last axes of `array` are (batch..., head, row, col), as far as `axes` names them. An axis that is missing or has
- * size 1 gets stride 0. */
+/* cattn_view of an array. */
 void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
 /* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others are batch axes. nd >= 1. */
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
@@ -137,6 +141,7 @@ bool cattn_arg_is_quantized(const struct binding_state *state, PyObject *object)
 bool cattn_arg_take_quantized(const struct binding_state *state, PyObject *object, const char *name,
                               PyArrayObject **array, PyArrayObject **scale, enum cattn_storage *storage);
 /* ValueError unless a scale broadcasts to the shape of its array. */
+bool cattn_check_scale_shape(const struct cattn_array *scale, const struct cattn_array *array);
 bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose);
 /* Replaces such an array by its elements times their scales, rounded to float32, as float64. */
 bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,
@@ -202,7 +207,7 @@ struct cattn_output {
 struct cattn_output_spec {
     const char *name;
     int type, nd;
-    const npy_intp *dims;
+    const int64_t *dims;
     PyArrayObject *const *inputs; /* an output that overlaps one is computed in a temporary; NULLs are skipped */
     int n_inputs;
     PyArrayObject *in_place; /* the input of this shape and type that may be overwritten, if the strides are the same;

@@ -15,10 +15,17 @@ int cattn_arg_compute_type(int type) { return type == NPY_DOUBLE ? NPY_DOUBLE : 
 
 /* ---- arrays ---- */
 
+/* To the core NULL means that the tensor is absent, but an empty array may have no memory. */
+static void *data_of(PyArrayObject *array) {
+    static double nothing;
+    void *data = PyArray_DATA(array);
+    return data != NULL ? data : &nothing;
+}
+
 void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *frozen) {
     const int type = PyArray_TYPE(array);
     frozen->name = name;
-    frozen->data = PyArray_BYTES(array);
+    frozen->data = data_of(array);
     frozen->kind = type == NPY_BOOL             ? 'b'
                    : PyTypeNum_ISSIGNED(type)   ? 'i'
                    : PyTypeNum_ISUNSIGNED(type) ? 'u'
@@ -38,6 +45,13 @@ PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type) {
     for (int axis = 0; axis < nd; axis++)
         sizes[axis] = (npy_intp)dims[axis];
     return (PyArrayObject *)PyArray_SimpleNew(nd, sizes, type);
+}
+
+PyArrayObject *cattn_new_zeros(int nd, const int64_t *dims, int type) {
+    npy_intp sizes[NPY_MAXDIMS];
+    for (int axis = 0; axis < nd; axis++)
+        sizes[axis] = (npy_intp)dims[axis];
+    return (PyArrayObject *)PyArray_ZEROS(nd, sizes, type, 0);
 }
 
 PyArrayObject *cattn_new_integers(const struct cattn_array *array) {
@@ -71,7 +85,7 @@ static bool layout_fits(PyArrayObject *array, int log2_size) {
         return false;
     if (flags & NPY_ARRAY_C_CONTIGUOUS)
         return true;
-    const npy_intp rest = ((npy_intp)1 << log2_size) - 1;
+    const int64_t rest = (1 << log2_size) - 1;
     for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
         if (PyArray_DIM(array, axis) > 1 && (PyArray_STRIDE(array, axis) & rest) != 0)
             return false;
@@ -161,9 +175,8 @@ void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *nam
 
 /* Always false. */
 static bool error_changed(const char *names) {
-    PyErr_Format(PyExc_ValueError, "%s: an array got another dtype or other strides while the call read the others",
-                 names);
-    return false;
+    return cattn_raise(PyExc_ValueError,
+                       "%s: an array got another dtype or other strides while the call read the others", names);
 }
 
 bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names) {
@@ -211,58 +224,39 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
     return type;
 }
 
-static bool broadcasts(PyArrayObject *array, int nd, const npy_intp *dims) {
-    const int own = PyArray_NDIM(array);
-    const npy_intp *own_dims = PyArray_DIMS(array);
-    bool fits = own <= nd;
-    for (int back = 1; fits && back <= own; back++)
-        fits = own_dims[own - back] == 1 || own_dims[own - back] == dims[nd - back];
-    return fits;
+struct cattn_shape_text cattn_shape_of(PyArrayObject *array) {
+    struct cattn_array frozen;
+    cattn_freeze(array, "", &frozen);
+    return cattn_show_shape(frozen.nd, frozen.dims);
 }
 
-/* The ValueError for an array that does not broadcast to dims; `hint` ends it. Always false. */
-static bool error_broadcast(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
-                            const char *hint) {
-    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
-    PyObject *target = cattn_shape_tuple(nd, dims);
-    if (shape != NULL && target != NULL)
-        PyErr_Format(PyExc_ValueError, "%s has shape %R, which does not broadcast to %s %R%s", name, shape, meaning,
-                     target, hint);
-    Py_XDECREF(shape);
-    Py_XDECREF(target);
-    return false;
-}
-
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const int64_t *dims, const char *meaning,
                           const char *hint) {
-    return broadcasts(array, nd, dims) || error_broadcast(array, name, nd, dims, meaning, hint);
+    struct cattn_array frozen;
+    cattn_freeze(array, name, &frozen);
+    return cattn_check_broadcast(cattn_python, &frozen, nd, dims, meaning, hint);
+}
+
+bool cattn_arg_has_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const int64_t *dims) {
+    struct cattn_array frozen;
+    cattn_freeze(array, name, &frozen);
+    return cattn_check_shape(cattn_python, &frozen, whose, nd, dims);
 }
 
 /* The two shapes of a mask that people pass in the wrong layout: (batch, keys), and one whose last axis has the size of
  * axis -3, since query and key are (..., tokens, heads, head_dim). */
-static void find_mask_hint(char *hint, size_t size, PyArrayObject *mask, const char *name, enum cattn_mask_kind kind,
-                           int nd, const npy_intp *dims) {
+static void find_mask_hint(char *hint, size_t size, const struct cattn_array *mask, enum cattn_mask_kind kind, int nd,
+                           const int64_t *dims) {
     enum { MOST_AXES = 5 };
-    const int own = PyArray_NDIM(mask);
-    const npy_intp last = own > 0 ? PyArray_DIM(mask, own - 1) : 1;
-    if (own == 2 && nd > 2 && nd <= MOST_AXES && PyArray_DIM(mask, 0) == dims[0] && last == dims[nd - 1]) {
+    const int own = mask->nd;
+    const int64_t last = own > 0 ? mask->dims[own - 1] : 1;
+    if (own == 2 && nd > 2 && nd <= MOST_AXES && mask->dims[0] == dims[0] && last == dims[nd - 1]) {
         const char *between = &"None, None, None, "[(size_t)(MOST_AXES - nd) * strlen("None, ")];
-        PyOS_snprintf(hint, size, ": to hide keys of whole batch entries pass %s[:, %s:]%s", name, between,
+        PyOS_snprintf(hint, size, ": to hide keys of whole batch entries pass %s[:, %s:]%s", mask->name, between,
                       kind == CATTN_MASK_ANY ? ", or key_value_seq_lengths" : "");
     } else if (kind != CATTN_MASK_BOOL && nd > 3 && last != dims[nd - 1] && last != 1 && last == dims[nd - 3]) {
         PyOS_snprintf(hint, size, ": " CATTN_LAYOUT_HINT);
     }
-}
-
-bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims) {
-    if (PyArray_NDIM(array) == nd && PyArray_CompareLists(PyArray_DIMS(array), dims, nd))
-        return true;
-    PyObject *own = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array)), *wanted = cattn_shape_tuple(nd, dims);
-    if (own != NULL && wanted != NULL)
-        PyErr_Format(PyExc_ValueError, "%s has shape %R, %s has %R", name, own, whose, wanted);
-    Py_XDECREF(own);
-    Py_XDECREF(wanted);
-    return false;
 }
 
 /* A mask of any shape. */
@@ -282,7 +276,7 @@ static PyArrayObject *find_mask(struct binding_state *state, PyObject *object, c
 }
 
 PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
-                                   const npy_intp *dims, const char *meaning) {
+                                   const int64_t *dims, const char *meaning) {
     PyArrayObject *mask = find_mask(state, object, name, CATTN_MASK_BOOL, NPY_BOOL);
     if (mask != NULL && !cattn_arg_broadcasts(mask, name, nd, dims, meaning, ""))
         Py_CLEAR(mask);
@@ -290,27 +284,31 @@ PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object
 }
 
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
-                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims) {
+                              enum cattn_mask_kind kind, int type, int nd, const int64_t *dims) {
     PyArrayObject *mask = find_mask(state, object, name, kind, type);
-    if (mask != NULL && !broadcasts(mask, nd, dims)) {
-        char hint[256] = "";
-        find_mask_hint(hint, sizeof hint, mask, name, kind, nd, dims);
-        error_broadcast(mask, name, nd, dims, "the scores' shape", hint);
-        Py_CLEAR(mask);
-    }
-    return mask;
+    if (mask == NULL)
+        return NULL;
+    struct cattn_array frozen;
+    char hint[256] = "";
+    cattn_freeze(mask, name, &frozen);
+    if (cattn_broadcasts(&frozen, nd, dims))
+        return mask;
+    find_mask_hint(hint, sizeof hint, &frozen, kind, nd, dims);
+    cattn_check_broadcast(cattn_python, &frozen, nd, dims, "the scores' shape", hint);
+    Py_DECREF((PyObject *)mask);
+    return NULL;
 }
 
 /* ---- elements ---- */
 
 /* Elements that are copied at a time: some milliseconds. */
-#define COPIED_PIECE ((npy_intp)1 << 20)
+#define COPIED_PIECE (1 << 20)
 
 /* The elements of an array from index `first` of an axis on, n of them, in the array's memory. */
 static PyArrayObject *view_of(PyArrayObject *array, int axis, npy_intp first, npy_intp n) {
     npy_intp dims[NPY_MAXDIMS];
-    cattn_take_dims(dims, array);
-    dims[axis] = n;
+    for (int i = 0; i < PyArray_NDIM(array); i++)
+        dims[i] = i == axis ? n : PyArray_DIM(array, i);
     Py_INCREF((PyObject *)PyArray_DESCR(array));
     return (PyArrayObject *)PyArray_NewFromDescr(
         &PyArray_Type, PyArray_DESCR(array), PyArray_NDIM(array), dims, PyArray_STRIDES(array),
@@ -322,7 +320,7 @@ static bool copy_halves(PyArrayObject *to, PyArrayObject *from) {
     int longest = 0;
     for (int axis = 1; axis < PyArray_NDIM(to); axis++)
         longest = PyArray_DIM(to, axis) > PyArray_DIM(to, longest) ? axis : longest;
-    const npy_intp whole = PyArray_DIM(to, longest), half = whole / 2;
+    const int64_t whole = PyArray_DIM(to, longest), half = whole / 2;
     bool copied = true;
     for (int i = 0; i < 2 && copied; i++) {
         PyArrayObject *part = view_of(to, longest, i * half, i ? whole - half : half);
@@ -341,7 +339,7 @@ bool cattn_copy_into(PyArrayObject *to, PyArrayObject *from) {
 }
 
 /* Numbers that are rounded between two looks at signals. */
-#define ROUNDED_PIECE ((npy_intp)1 << 20)
+#define ROUNDED_PIECE (1 << 20)
 
 bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
     PyArrayObject *copy = (PyArrayObject *)PyArray_NewLikeArray(*array, NPY_KEEPORDER, NULL, 0); /* without gaps */
@@ -350,7 +348,7 @@ bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
         return false;
     }
     uint32_t *bits = PyArray_DATA(copy);
-    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+    for (int64_t i = 0; i < PyArray_SIZE(copy); i++) {
         if (i % ROUNDED_PIECE == ROUNDED_PIECE - 1 && !cattn_check_signals()) {
             Py_DECREF((PyObject *)copy);
             return false;
@@ -384,7 +382,7 @@ static bool row_is_binary(const char *data, int64_t n, int64_t stride, int size,
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
     struct cattn_array frozen;
     struct cattn_walk walk;
-    npy_intp looked = 0;
+    int64_t looked = 0;
     bool ones = false;
     cattn_freeze(mask, name, &frozen);
     cattn_walk_begin(&walk, &frozen, false);
@@ -406,22 +404,10 @@ static int64_t stride_of(PyArrayObject *array, int axis, int shift) {
     return axis >= 0 && PyArray_DIM(array, axis) != 1 ? (int64_t)PyArray_STRIDE(array, axis) >> shift : 0;
 }
 
-/* To the core NULL means that the tensor is absent, but an empty array may have no memory. */
-static void *data_of(PyArrayObject *array) {
-    static double nothing;
-    void *data = PyArray_DATA(array);
-    return data != NULL ? data : &nothing;
-}
-
 void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes) {
-    const int shift = log2_itemsize(array);
-    int axis = PyArray_NDIM(array);
-    tensor->data = data_of(array);
-    tensor->col = axes & CATTN_AXIS_COL ? stride_of(array, --axis, shift) : 0;
-    tensor->row = axes & CATTN_AXIS_ROW ? stride_of(array, --axis, shift) : 0;
-    tensor->head = axes & CATTN_AXIS_HEAD ? stride_of(array, --axis, shift) : 0;
-    for (int i = n_batch_dims - 1; i >= 0; i--)
-        tensor->batch[i] = stride_of(array, --axis, shift);
+    struct cattn_array frozen;
+    cattn_freeze(array, "", &frozen);
+    cattn_view(tensor, &frozen, n_batch_dims, axes);
 }
 
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis) {

@@ -32,18 +32,15 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
     }
     call->as_tuple = true;
     if (PyTuple_Size(out) < N_OUTPUTS) { /* tuple.__new__ makes such an object */
-        PyErr_Format(PyExc_ValueError, "out must have the %d fields of a cattn.AttentionOutput, got %zd", N_OUTPUTS + 1,
-                     PyTuple_Size(out));
-        return false;
+        return cattn_raise(PyExc_ValueError, "out must have the %d fields of a cattn.AttentionOutput, got %zd",
+                           N_OUTPUTS + 1, PyTuple_Size(out));
     }
     for (int i = 0; i < N_OUTPUTS; i++) {
         given[i] = PyTuple_GetItem(out, i);
-        if (given[i] != Py_None && !call->wants[i]) {
-            PyErr_Format(PyExc_ValueError,
-                         "out has an array for %s, but return_%s is not asked for: pass return_%s=True", fields[i],
-                         fields[i], fields[i]);
-            return false;
-        }
+        if (given[i] != Py_None && !call->wants[i])
+            return cattn_raise(PyExc_ValueError,
+                               "out has an array for %s, but return_%s is not asked for: pass return_%s=True",
+                               fields[i], fields[i], fields[i]);
     }
     return true;
 }
@@ -79,12 +76,12 @@ static int lse_type(struct cattn_call *call, PyObject *given) {
 
 /* NumPy's type number and the shape of an output, for which the caller gave this object or NULL. Returns its number of
  * axes. */
-static int shape_output(struct cattn_call *call, int which, PyObject *given, int *type, npy_intp *dims) {
+static int shape_output(struct cattn_call *call, int which, PyObject *given, int *type, int64_t *dims) {
     const bool of_pairs = which == WEIGHTS || which == DROPOUT_MASK;
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-    dims[call->nd - 1] = which == OUT ? (npy_intp)call->params->d_v : call->weight_cols; /* of the call it is T_k */
+    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
+    dims[call->shape.nd - 1] = which == OUT ? call->params->d_v : call->weight_cols; /* of the call it is T_k */
     *type = which == LSE ? lse_type(call, given) : which == DROPOUT_MASK ? NPY_BOOL : call->stored_type;
-    return of_pairs ? call->nd : cattn_call_shape(call, which == LSE ? call->nd - 1 : call->nd, dims);
+    return of_pairs ? call->shape.nd : cattn_call_shape(call, which == LSE ? call->shape.nd - 1 : call->shape.nd, dims);
 }
 
 static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
@@ -93,7 +90,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
     for (int i = 0; i < N_OUTPUTS; i++) {
         if (!call->wants[i])
             continue;
-        npy_intp dims[NPY_MAXDIMS];
+        int64_t dims[NPY_MAXDIMS];
         int type;
         const int nd = shape_output(call, i, given[i], &type, dims);
         const struct cattn_output_spec spec = {.name = names[i],
@@ -105,9 +102,9 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
         if (i == OUT)
-            cattn_call_view(call, call->outputs[i].array, tensors[i]);
+            cattn_call_view_new(call, call->outputs[i].array, tensors[i]);
         else
-            cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
+            cattn_tensor_from(tensors[i], call->outputs[i].array, call->shape.n_batch_dims,
                               i == LSE ? call->axes & ~CATTN_AXIS_COL : call->axes);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
@@ -136,11 +133,11 @@ static bool weights_out(struct cattn_call *call, PyObject *out, PyObject **given
     }
     if (out == Py_None)
         return true;
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = call->half_type,
-                                           .nd = call->nd,
+                                           .nd = call->shape.nd,
                                            .dims = dims,
                                            .inputs = call->inputs,
                                            .n_inputs = N_ATTENTION_OPERANDS};
@@ -199,10 +196,8 @@ bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum ca
     struct cattn_attention_params *forward = call->params;
     struct cattn_dropout_spec *dropout = &forward->dropout;
     forward->num_threads = cattn_get_num_threads();
-    if (dropout->enabled && forward->n_batch > (int64_t)1 << 31) {
-        PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
+    if (!cattn_check_dropout_batch(cattn_python, forward))
         return false;
-    }
     if (dropout->enabled && !cattn_draw_begin(call->state, rng, dropout, draw))
         return false;
     call->has_seed = dropout->enabled && !draw->is_torch;
@@ -227,10 +222,8 @@ static enum cattn_status compute(const void *params) {
 static bool run(struct cattn_call *call, PyObject *rng, struct cattn_draw *draw) {
     struct cattn_attention_params *params = call->params;
     params->path = call->state->path;
-    if (params->path != CATTN_PATH_AUTO && !cattn_attention_path_fits(params)) {
-        PyErr_SetString(PyExc_ValueError, "the forced path cannot run this call");
-        return false;
-    }
+    if (params->path != CATTN_PATH_AUTO && !cattn_attention_path_fits(params))
+        return cattn_raise(PyExc_ValueError, "the forced path cannot run this call");
     return cattn_call_run(call, rng, cattn_attention_work(params), compute, params, draw);
 }
 
@@ -285,9 +278,8 @@ static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cat
     call->wants[DROPOUT_MASK] |= stage == CATTN_STAGE_DROPOUT;
     if (!call->wants[DROPOUT_MASK] || call->inputs[OPERAND_key_indices] == NULL)
         return true;
-    PyErr_Format(PyExc_ValueError, "%s and key_indices do not go together: there is no dropout of gathered keys",
-                 weights_only ? "stage='dropout'" : "return_dropout_mask");
-    return false;
+    return cattn_raise(PyExc_ValueError, "%s and key_indices do not go together: there is no dropout of gathered keys",
+                       weights_only ? "stage='dropout'" : "return_dropout_mask");
 }
 
 /* out=, as the function takes it: the weights and packed sequences have one array. */
@@ -305,11 +297,11 @@ static bool take_out(struct cattn_call *call, PyObject *out, PyObject **given, b
 static PyObject *attend(struct binding_state *state, PyObject *const *args, enum cattn_stage stage,
                         struct cattn_packed *packed) {
     struct cattn_attention_params params;
+    struct cattn_frozen frozen;
     struct cattn_draw draw;
-    npy_intp dims[NPY_MAXDIMS];
     PyObject *given[N_OUTPUTS] = {NULL}, *result = NULL;
     struct cattn_call call = {
-        .state = state, .params = &params, .dims = dims, .packed = packed, .widens = stage == CATTN_STAGE_DROPOUT};
+        .state = state, .params = &params, .frozen = &frozen, .packed = packed, .widens = stage == CATTN_STAGE_DROPOUT};
     const bool weights_only = stage < CATTN_STAGE_OUT;
     const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
@@ -416,7 +408,7 @@ static PyObject *describe_outputs(struct cattn_call *call) {
     for (int i = 0; outputs != NULL && i < N_OUTPUTS; i++) {
         if (!call->wants[i])
             continue;
-        npy_intp dims[NPY_MAXDIMS];
+        int64_t dims[NPY_MAXDIMS];
         int type;
         const int nd = shape_output(call, i, NULL, &type, dims);
         PyObject *shape = cattn_shape_tuple(nd, dims), *output = NULL;
@@ -448,9 +440,9 @@ static PyObject *build_explanation(struct cattn_call *call, const struct cattn_e
 
 PyObject *cattn_body_explain(struct binding_state *state, PyObject **args) {
     struct cattn_attention_params params;
-    npy_intp dims[NPY_MAXDIMS];
     PyObject *result = NULL;
-    struct cattn_call call = {.state = state, .params = &params, .dims = dims};
+    struct cattn_frozen frozen;
+    struct cattn_call call = {.state = state, .params = &params, .frozen = &frozen};
     if (cattn_call_parse(&call, args) && cattn_rng_check(args[ARG_rng]) && parse_wants(&call, args, CATTN_STAGE_OUT)) {
         params.num_threads = cattn_get_num_threads();
         params.path = state->path;

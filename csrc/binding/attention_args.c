@@ -12,24 +12,24 @@ static const char *name_of(int operand) { return cattn_operands[operand].name; }
 static int scale_of(int input) { return input == OPERAND_key ? OPERAND_key_scale : OPERAND_value_scale; }
 static const char *scale_name(int input) { return input == OPERAND_key ? "key.scale" : "value.scale"; }
 
-/* A size of query, key or value, counted from the end in the order of the call's axes. */
-static npy_intp input_size(const struct cattn_call *call, int input, int back) {
-    const int axis = !call->tokens_first || back == 1 || back > 3 ? back : 5 - back;
-    return cattn_size_from_end(call->inputs[input], axis);
-}
-
-void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor) {
-    cattn_tensor_from(tensor, array, call->n_batch_dims, call->axes);
-    if (call->tokens_first) {
+void cattn_call_view(const struct cattn_call *call, const struct cattn_array *array, struct cattn_tensor *tensor) {
+    cattn_view(tensor, array, call->shape.n_batch_dims, call->axes);
+    if (call->shape.tokens_first) {
         const int64_t heads = tensor->row;
         tensor->row = tensor->head;
         tensor->head = heads;
     }
 }
 
-int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims) {
-    if (call->tokens_first && nd == call->nd) {
-        const npy_intp heads = dims[nd - 3];
+void cattn_call_view_new(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor) {
+    struct cattn_array frozen;
+    cattn_freeze(array, "the result", &frozen);
+    cattn_call_view(call, &frozen, tensor);
+}
+
+int cattn_call_shape(const struct cattn_call *call, int nd, int64_t *dims) {
+    if (call->shape.tokens_first && nd == call->shape.nd) {
+        const int64_t heads = dims[nd - 3];
         dims[nd - 3] = dims[nd - 2];
         dims[nd - 2] = heads;
     }
@@ -54,21 +54,6 @@ static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cat
         } else if ((*array = cattn_arg_floats(call->state, arrays[i], name_of(i))) == NULL) {
             return false;
         }
-    }
-    return true;
-}
-
-/* Nothing runs Python code between this and fill_inputs. */
-static bool check_unchanged(const struct cattn_call *call, const enum cattn_storage *quantized) {
-    const char *const names = "query, key and value";
-    const int type = call->stored_type;
-    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
-        const bool is_quantized = quantized[i] && type != NPY_DOUBLE;
-        const int own = !is_quantized ? type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
-        PyArrayObject *scale = i == OPERAND_query ? NULL : call->inputs[scale_of(i)];
-        if (!cattn_arg_unchanged(call->inputs[i], own, names) ||
-            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, scale_name(i))))
-            return false;
     }
     return true;
 }
@@ -100,36 +85,17 @@ static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantize
             return false;
     }
     call->stored_type = type;
-    return check_unchanged(call, quantized);
-}
-
-static bool error_axes(const struct cattn_call *call, int input) {
-    static const char *const rows[] = {"T_q", "T_k", "T_k"}, *const widths[] = {"head_dim", "head_dim", "d_v"};
-    PyArrayObject *array = call->inputs[input];
-    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
-    if (shape != NULL && call->packed != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have shape (total, heads, %s), got %R", name_of(input), widths[input],
-                     shape);
-    else if (shape != NULL && call->tokens_first)
-        PyErr_Format(PyExc_ValueError,
-                     "%s must have at least 3 dimensions (..., %s, heads, %s) for layout='bthd', got %d",
-                     name_of(input), rows[input], widths[input], PyArray_NDIM(array));
-    else if (shape != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have at least 2 dimensions (..., %s, %s), got %d", name_of(input),
-                     rows[input], widths[input], PyArray_NDIM(array));
-    Py_XDECREF(shape);
-    return false;
+    return true;
 }
 
 /* layout: the order of tokens and heads. Packed sequences always have their tokens first. */
 static bool parse_layout(struct cattn_call *call, PyObject *layout) {
-    call->tokens_first = call->packed != NULL || cattn_arg_is(layout, call->state->tokens_first);
-    return call->tokens_first || layout == Py_None || cattn_arg_is(layout, call->state->heads_first) ||
+    call->shape.tokens_first = call->packed != NULL || cattn_arg_is(layout, call->state->tokens_first);
+    return call->shape.tokens_first || layout == Py_None || cattn_arg_is(layout, call->state->heads_first) ||
            cattn_error_value(layout, "layout must be 'bhtd' or 'bthd'");
 }
 
-static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
-    enum cattn_storage quantized[OPERAND_value + 1] = {CATTN_STORED_PLAIN};
+static bool parse_arrays(struct cattn_call *call, PyObject *const *args, enum cattn_storage *quantized) {
     if (!take_arrays(call, args, quantized) || !promote_arrays(call, quantized))
         return false;
     call->compute_type = cattn_arg_compute_type(call->stored_type);
@@ -140,24 +106,14 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
         call->params->quantized_key = quantized[OPERAND_key];
         call->params->quantized_value = quantized[OPERAND_value];
     }
-    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
-        const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 3;
-        if (call->packed != NULL ? nd != 3 : nd < (call->tokens_first ? 3 : 2))
-            return error_axes(call, i);
-        if (nd > call->nd && call->inputs[i] != NULL)
-            call->nd = nd;
-    }
-    call->nd += call->packed != NULL; /* one batch entry */
     return true;
 }
 
 /* Gradients are computed in float32, from the numbers that the forward pass has multiplied. */
 static bool round_inputs(struct cattn_call *call, enum cattn_bf16_products products) {
-    if (call->params->quantized_key || call->params->quantized_value) {
-        PyErr_Format(PyExc_ValueError, "compute_dtype='%s' has no gradients of a Quantized key or value",
-                     cattn_compute_dtype_word(products));
-        return false;
-    }
+    if (call->params->quantized_key || call->params->quantized_value)
+        return cattn_raise(PyExc_ValueError, "compute_dtype='%s' has no gradients of a Quantized key or value",
+                           cattn_compute_dtype_word(products));
     for (int i = OPERAND_query; i <= OPERAND_value && call->stored_type == NPY_FLOAT; i++)
         if (call->inputs[i] != NULL && !cattn_arg_round_to_bfloat16(&call->inputs[i]))
             return false;
@@ -172,147 +128,67 @@ static bool use_bfloat16(struct cattn_call *call, enum cattn_bf16_products produ
     return !call->rounds_inputs || round_inputs(call, products);
 }
 
-static bool error_sizes(const char *a, npy_intp size_a, const char *b, npy_intp size_b, const char *what) {
-    PyErr_Format(PyExc_ValueError, "%s has %s %zd, %s has %zd", a, what, (Py_ssize_t)size_a, b, (Py_ssize_t)size_b);
-    return false;
-}
-
-static bool parse_sizes(struct cattn_call *call) {
-    struct cattn_attention_params *params = call->params;
-    const npy_intp seqlen_q = input_size(call, OPERAND_query, 2), seqlen_k = input_size(call, OPERAND_key, 2);
-    const npy_intp head_dim = input_size(call, OPERAND_query, 1), key_dim = input_size(call, OPERAND_key, 1);
-    const bool has_value = call->inputs[OPERAND_value] != NULL;
-    params->seqlen_q = call->dims[call->nd - 2] = seqlen_q;
-    params->seqlen_k = call->dims[call->nd - 1] = seqlen_k;
-    params->head_dim = head_dim;
-    params->d_v = has_value ? input_size(call, OPERAND_value, 1) : 0;
-    if (key_dim != head_dim)
-        return error_sizes("key", key_dim, "query", head_dim, "head_dim");
-    if (has_value && input_size(call, OPERAND_value, 2) != seqlen_k)
-        return error_sizes("value", input_size(call, OPERAND_value, 2), "key", seqlen_k, "T_k");
-    return true;
-}
-
 /* enable_gqa: None infers grouped heads, False forbids them, True also makes axis -3 of 3-D arrays the heads. */
-static bool parse_enable_gqa(PyObject *object, bool *forbidden, bool *forced) {
-    *forbidden = *forced = false;
-    if (object == Py_None)
-        return true;
-    if (object != Py_True && object != Py_False && !PyArray_IsScalar(object, Bool))
+static bool parse_enable_gqa(PyObject *object, enum cattn_grouping *grouping) {
+    if (object != Py_None && object != Py_True && object != Py_False && !PyArray_IsScalar(object, Bool))
         return cattn_error_type("enable_gqa", "None, True or False", object);
-    *forced = PyObject_IsTrue(object) > 0;
-    *forbidden = !*forced;
+    if (object != Py_None)
+        *grouping = PyObject_IsTrue(object) > 0 ? CATTN_GROUPS_FORCED : CATTN_GROUPS_FORBIDDEN;
     return true;
 }
 
-static bool error_heads(const struct cattn_call *call, npy_intp query, const char *reason) {
-    PyErr_Format(PyExc_ValueError, "query has %zd heads (axis %d), key and value have %zd%s", (Py_ssize_t)query,
-                 call->tokens_first ? -2 : -3, (Py_ssize_t)call->kv_heads, reason);
-    return false;
-}
-
-static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
-    struct cattn_attention_params *params = call->params;
-    bool forbidden, forced;
-    if (!parse_enable_gqa(enable_gqa, &forbidden, &forced))
-        return false;
-    call->has_heads = call->nd > 3 || ((forced || call->tokens_first) && call->nd == 3);
-    call->axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->has_heads ? CATTN_AXIS_HEAD : 0);
-    call->n_batch_dims = call->nd - 2 - call->has_heads;
-    params->num_heads = params->group_size = call->kv_heads = 1;
-    if (!call->has_heads)
-        return true;
-    const npy_intp query = input_size(call, OPERAND_query, 3), key = input_size(call, OPERAND_key, 3);
-    const npy_intp value = call->inputs[OPERAND_value] != NULL ? input_size(call, OPERAND_value, 3) : key;
-    if (key != value && key != 1 && value != 1)
-        return error_sizes("value", value, "key", key, call->tokens_first ? "heads (axis -2):" : "heads (axis -3):");
-    const npy_intp kv_heads = call->kv_heads = key == 1 ? value : key;
-    const bool broadcasts = query == 1 || kv_heads == 1 || query == kv_heads; /* as NumPy does */
-    if (!broadcasts && (kv_heads == 0 || query % kv_heads != 0))
-        return error_heads(call, query,
-                           params->seqlen_q == params->seqlen_k && !call->tokens_first
-                               ? ": they must be equal, or query's a multiple; " CATTN_LAYOUT_HINT
-                               : ": they must be equal, or query's a multiple");
-    if (!broadcasts && forbidden)
-        return error_heads(call, query, ", and enable_gqa=False forbids grouped heads");
-    params->num_heads = query == 1 ? kv_heads : query;
-    if (kv_heads > 0 && params->num_heads > 0)
-        params->group_size = params->num_heads / kv_heads;
-    call->dims[call->nd - 3] = (npy_intp)params->num_heads;
-    return true;
-}
-
-/* The scales of a quantized key or value, whose shape they broadcast to. */
-static bool fill_scale(struct cattn_call *call, int i) {
-    PyArrayObject *scale = call->inputs[scale_of(i)];
-    if (!cattn_arg_scale_fits(scale, scale_name(i), call->inputs[i], name_of(i)))
-        return false;
-    cattn_call_view(call, scale, cattn_operand_view(call->params, scale_of(i)));
-    return true;
-}
-
-/* Called right after the sizes are read: the checks that follow may run Python code, which might change the arrays. */
-static bool fill_inputs(struct cattn_call *call) {
-    struct cattn_attention_params *params = call->params;
+/* Copies what the core needs to know of query, key, value and their scales: from here on nobody looks at the objects
+ * again, which Python code may change. They may have changed already while the others were read. */
+static bool freeze_inputs(const struct cattn_call *call, const enum cattn_storage *quantized,
+                          struct cattn_array *inputs, struct cattn_array *scales) {
+    const char *const names = "query, key and value";
     for (int i = OPERAND_query; i <= OPERAND_value; i++) {
-        if (call->inputs[i] == NULL)
+        const bool is_quantized = quantized[i] && call->stored_type != NPY_DOUBLE;
+        const int own = !is_quantized ? call->stored_type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
+        PyArrayObject *scale = is_quantized ? call->inputs[scale_of(i)] : NULL;
+        inputs[i].data = scales[i].data = NULL;
+        if (!cattn_arg_unchanged(call->inputs[i], own, names) || !cattn_arg_unchanged(scale, NPY_FLOAT, scale_name(i)))
+            return false;
+        if (call->inputs[i] != NULL)
+            cattn_freeze(call->inputs[i], name_of(i), &inputs[i]);
+        if (scale != NULL)
+            cattn_freeze(scale, scale_name(i), &scales[i]);
+    }
+    return true;
+}
+
+static bool view_inputs(struct cattn_call *call, const struct cattn_array *inputs, const struct cattn_array *scales) {
+    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
+        struct cattn_tensor *tensor = cattn_operand_view(call->params, i);
+        if (inputs[i].data == NULL)
             continue;
-        struct cattn_tensor *tensor = cattn_operand_view(params, i);
-        cattn_call_view(call, call->inputs[i], tensor);
-        if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
+        cattn_call_view(call, &inputs[i], tensor);
+        if (inputs[i].dims[inputs[i].nd - 1] == 1)
             tensor->col = 1;
+        if (scales[i].data == NULL)
+            continue;
+        if (!cattn_check_scale_shape(&scales[i], &inputs[i]))
+            return false;
+        cattn_call_view(call, &scales[i], cattn_operand_view(call->params, scale_of(i)));
     }
-    return (!params->quantized_key || fill_scale(call, OPERAND_key)) &&
-           (!params->quantized_value || fill_scale(call, OPERAND_value));
-}
-
-/* ValueError for sizes whose products the core cannot count. */
-static bool counts_fit(const struct cattn_attention_params *p) {
-    if (cattn_attention_counts_fit(p))
-        return true;
-    PyErr_Format(PyExc_ValueError,
-                 "a batch of %lld with %lld heads, T_q %lld, T_k %lld, head_dim %lld and d_v %lld is too large",
-                 (long long)p->n_batch, (long long)p->num_heads, (long long)p->seqlen_q, (long long)p->seqlen_k,
-                 (long long)p->head_dim, (long long)p->d_v);
-    return false;
-}
-
-static bool parse_batch_dims(struct cattn_call *call) {
-    struct cattn_attention_params *params = call->params;
-    params->n_batch_dims = call->n_batch_dims;
-    for (int axis = 0; axis < call->n_batch_dims; axis++) {
-        npy_intp size = 1;
-        int owner = OPERAND_query;
-        for (int i = OPERAND_query; i <= OPERAND_value; i++) {
-            const npy_intp own = call->inputs[i] != NULL ? input_size(call, i, call->nd - axis) : 1;
-            if (own == 1 || own == size)
-                continue;
-            if (size != 1) {
-                PyErr_Format(PyExc_ValueError,
-                             "leading dimensions do not broadcast: on axis %d %s has size %zd, %s has %zd",
-                             axis - call->nd, name_of(owner), (Py_ssize_t)size, name_of(i), (Py_ssize_t)own);
-                return false;
-            }
-            size = own;
-            owner = i;
-        }
-        call->dims[axis] = size;
-        params->batch_shape[axis] = size;
-    }
-    params->n_batch = PyArray_OverflowMultiplyList(call->dims, call->n_batch_dims);
-    if (params->n_batch < 0) {
-        PyErr_SetString(PyExc_ValueError, "query, key and value broadcast to a batch that is too large");
-        return false;
-    }
-    return counts_fit(params) && fill_inputs(call);
+    return true;
 }
 
 /* Parses query, key, value, compute_dtype, layout and enable_gqa, and fills in the views, sizes, heads and batch. */
 static bool parse_shapes(struct cattn_call *call, PyObject *const *args) {
     enum cattn_bf16_products products;
-    return cattn_arg_compute_dtype(args[ARG_compute_dtype], &products) && parse_layout(call, args[ARG_layout]) &&
-           parse_arrays(call, args) && (!products || use_bfloat16(call, products)) && parse_sizes(call) &&
-           parse_heads(call, args[ARG_enable_gqa]) && parse_batch_dims(call);
+    enum cattn_storage quantized[OPERAND_value + 1] = {CATTN_STORED_PLAIN};
+    struct cattn_array *inputs = call->frozen->inputs, scales[OPERAND_value + 1];
+    call->shape.is_packed = call->packed != NULL;
+    call->shape.dims = call->frozen->dims;
+    if (!cattn_arg_compute_dtype(args[ARG_compute_dtype], &products) || !parse_layout(call, args[ARG_layout]) ||
+        !parse_arrays(call, args, quantized) || (products && !use_bfloat16(call, products)) ||
+        !parse_enable_gqa(args[ARG_enable_gqa], &call->shape.grouping) ||
+        !freeze_inputs(call, quantized, inputs, scales) ||
+        !cattn_check_sizes(cattn_python, inputs, &call->shape, call->params))
+        return false;
+    call->axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->shape.has_heads ? CATTN_AXIS_HEAD : 0);
+    return view_inputs(call, inputs, scales);
 }
 
 /* ---- masks and positions ---- */
@@ -327,39 +203,37 @@ static bool parse_scale(struct cattn_call *call, PyObject *scale) {
     return true;
 }
 
-/* Called right after the check of the array, for the reason given at fill_inputs. */
-static void take_bias(struct cattn_call *call, PyArrayObject *bias) {
+static void take_bias(struct cattn_call *call, PyArrayObject *bias, const char *name) {
     struct cattn_attention_params *params = call->params;
-    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, call->axes);
-    call->bias_nd = PyArray_NDIM(bias);
-    for (int axis = 0; call->bias_dims != NULL && axis < call->bias_nd; axis++)
-        call->bias_dims[axis] = PyArray_DIM(bias, axis);
+    struct cattn_array *frozen = &call->frozen->bias;
+    cattn_freeze(bias, name, frozen);
+    cattn_view(&params->bias[params->n_bias++], frozen, call->shape.n_batch_dims, call->axes);
 }
 
 static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
-    call->bias_nd = -1;
+    call->frozen->bias.data = NULL;
     if (args[ARG_attn_mask] != Py_None) {
         PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY,
-                                             call->compute_type, call->nd, call->dims);
+                                             call->compute_type, call->shape.nd, call->shape.dims);
         call->inputs[OPERAND_attn_mask] = mask;
         if (mask == NULL)
             return false;
         if (PyArray_TYPE(mask) == NPY_BOOL) {
-            cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, call->axes);
+            cattn_tensor_from(&params->attn_mask, mask, call->shape.n_batch_dims, call->axes);
         } else {
-            take_bias(call, mask);
+            take_bias(call, mask, "attn_mask");
             if (!cattn_arg_warn_binary(mask, "attn_mask"))
                 return false;
         }
     }
     if (args[ARG_bias] != Py_None) {
         PyArrayObject *bias = cattn_arg_mask(call->state, args[ARG_bias], "bias", CATTN_MASK_BIAS, call->compute_type,
-                                             call->nd, call->dims);
+                                             call->shape.nd, call->shape.dims);
         call->inputs[OPERAND_bias] = bias;
         if (bias == NULL)
             return false;
-        take_bias(call, bias);
+        take_bias(call, bias, "bias");
     }
     return true;
 }
@@ -373,7 +247,7 @@ static bool parse_block_size(const struct binding_state *state, PyObject *mask, 
 }
 
 /* The blocks of a cattn.BlockMask, which broadcast to dims. */
-static PyArrayObject *parse_blocks(struct cattn_call *call, PyObject *mask, const npy_intp *dims) {
+static PyArrayObject *parse_blocks(struct cattn_call *call, PyObject *mask, const int64_t *dims) {
     const struct cattn_attention_params *params = call->params;
     char meaning[160];
     PyOS_snprintf(meaning, sizeof meaning, "the blocks of size=%lld for T_q=%lld and T_k=%lld,",
@@ -381,7 +255,7 @@ static PyArrayObject *parse_blocks(struct cattn_call *call, PyObject *mask, cons
     PyObject *blocks = PyObject_GetAttr(mask, call->state->blocks);
     if (blocks == NULL)
         return NULL;
-    PyArrayObject *array = cattn_arg_bool_mask(call->state, blocks, "block_mask", call->nd, dims, meaning);
+    PyArrayObject *array = cattn_arg_bool_mask(call->state, blocks, "block_mask", call->shape.nd, dims, meaning);
     Py_DECREF(blocks);
     return array;
 }
@@ -395,26 +269,23 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask) {
         return cattn_error_type("block_mask", "a cattn.BlockMask(blocks, size) or None", mask);
     if (!parse_block_size(call->state, mask, &params->block_size))
         return false;
-    /* larger blocks are the same as one block; the core multiplies sizes by numbers of blocks */
-    const int64_t longest = params->seqlen_q > params->seqlen_k ? params->seqlen_q : params->seqlen_k;
-    if (params->block_size > longest)
-        params->block_size = longest > 0 ? longest : 1;
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-    dims[call->nd - 2] = (npy_intp)cattn_ceil_div(params->seqlen_q, params->block_size);
-    dims[call->nd - 1] = (npy_intp)cattn_ceil_div(params->seqlen_k, params->block_size);
+    cattn_set_block_size(params, params->block_size);
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
+    dims[call->shape.nd - 2] = cattn_ceil_div(params->seqlen_q, params->block_size);
+    dims[call->shape.nd - 1] = cattn_ceil_div(params->seqlen_k, params->block_size);
     PyArrayObject *blocks = call->inputs[OPERAND_block_mask] = parse_blocks(call, mask, dims);
     if (blocks == NULL)
         return false;
-    cattn_tensor_from(&params->block_mask, blocks, call->n_batch_dims, call->axes);
+    cattn_tensor_from(&params->block_mask, blocks, call->shape.n_batch_dims, call->axes);
     return true;
 }
 
 static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
-    const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
-                                            .seqlen_k = call->dims[call->nd - 1],
-                                            .n_batch_dims = call->n_batch_dims,
-                                            .batch = call->dims,
+    const struct cattn_range_sizes sizes = {.seqlen_q = call->shape.dims[call->shape.nd - 2],
+                                            .seqlen_k = call->shape.dims[call->shape.nd - 1],
+                                            .n_batch_dims = call->shape.n_batch_dims,
+                                            .batch = call->shape.dims,
                                             .query_lengths = args[ARG_query_seq_lengths],
                                             .key_lengths = args[ARG_key_value_seq_lengths],
                                             .first_keys = args[ARG_key_value_seq_starts]};
@@ -427,18 +298,18 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
 /* A copy of numbers of each query head, (H,) or (*batch, H), in the type of the computation. */
 static PyArrayObject *copy_head_numbers(const struct cattn_call *call, PyArrayObject *array, int operand) {
     const struct cattn_operand_row *row = &cattn_operands[operand];
-    const struct cattn_door *door = &cattn_python_door;
+    const struct cattn_door *door = cattn_python;
     struct cattn_array given;
     int64_t dims[NPY_MAXDIMS];
     cattn_freeze(array, row->name, &given);
-    for (int axis = 0; axis < call->n_batch_dims; axis++)
-        dims[axis] = call->packed != NULL ? call->packed->queries.n_sequences : call->dims[axis];
-    dims[call->n_batch_dims] = call->params->num_heads;
+    for (int axis = 0; axis < call->shape.n_batch_dims; axis++)
+        dims[axis] = call->packed != NULL ? call->packed->queries.n_sequences : call->shape.dims[axis];
+    dims[call->shape.n_batch_dims] = call->params->num_heads;
     if (given.nd == 0)
         cattn_fail(door, CATTN_WRONG_VALUE, "%s must have one number for each query head, shape (H,), got one number",
                    row->name);
     if (given.nd == 0 ||
-        !cattn_check_broadcast(door, &given, call->n_batch_dims + 1, dims, "(leading dimensions, heads)", ""))
+        !cattn_check_broadcast(door, &given, call->shape.n_batch_dims + 1, dims, "(leading dimensions, heads)", ""))
         return NULL;
     PyArrayObject *own = cattn_new_array(given.nd, given.dims, call->compute_type);
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
@@ -458,24 +329,19 @@ static bool parse_head_numbers(struct cattn_call *call, PyObject *object, int op
     Py_XDECREF((PyObject *)given);
     if (call->inputs[operand] == NULL)
         return false;
-    cattn_tensor_from(cattn_operand_view(call->params, operand), call->inputs[operand], call->n_batch_dims,
+    cattn_tensor_from(cattn_operand_view(call->params, operand), call->inputs[operand], call->shape.n_batch_dims,
                       CATTN_AXIS_HEAD);
     return true;
 }
 
-/* Is a positive number neither 0 nor inf in float32, rounded to nearest whatever mode the caller has set? */
-static bool rounds_to_float(double number) { return number > 0x1p-150 && number < 0x1.ffffffp127; }
-
 static bool parse_score_options(struct cattn_call *call, PyObject *const *args) {
-    struct cattn_attention_params *params = call->params;
+    double *softcap = &call->params->score_options.softcap;
     if (args[ARG_softcap] != Py_None) {
-        if (!cattn_arg_real(args[ARG_softcap], "softcap", &params->score_options.softcap))
+        if (!cattn_arg_real(args[ARG_softcap], "softcap", softcap))
             return false;
-        if (params->score_options.softcap < 0)
-            return cattn_error_value(args[ARG_softcap], "softcap must be positive, or None or 0 for none");
-        if (call->compute_type == NPY_FLOAT && params->score_options.softcap != 0 &&
-            !rounds_to_float(params->score_options.softcap))
-            return cattn_error_value(args[ARG_softcap], "softcap must round to a positive finite float32");
+        const char *fault = cattn_softcap_fault(*softcap, call->params->dtype);
+        if (fault != NULL)
+            return cattn_error_value(args[ARG_softcap], "softcap %s", fault);
     }
     return parse_head_numbers(call, args[ARG_alibi_slopes], OPERAND_alibi_slopes) &&
            parse_head_numbers(call, args[ARG_sinks], OPERAND_sinks);
@@ -483,14 +349,14 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
 
 /* The copy of an array of key_indices, whose shape is checked first. */
 static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, struct cattn_array *given) {
-    const struct cattn_door *door = &cattn_python_door;
+    const struct cattn_door *door = cattn_python;
     int64_t dims[NPY_MAXDIMS];
     cattn_freeze(array, "key_indices", given);
-    for (int axis = 0; axis < call->nd - 1; axis++)
-        dims[axis] = call->dims[axis];
-    dims[call->nd - 1] = given->nd > 0 ? given->dims[given->nd - 1] : 1;
-    call->weight_cols = (npy_intp)dims[call->nd - 1];
-    if (!cattn_check_broadcast(door, given, call->nd, dims, "the queries' shape, with n keys for each,", ""))
+    for (int axis = 0; axis < call->shape.nd - 1; axis++)
+        dims[axis] = call->shape.dims[axis];
+    dims[call->shape.nd - 1] = given->nd > 0 ? given->dims[given->nd - 1] : 1;
+    call->weight_cols = dims[call->shape.nd - 1];
+    if (!cattn_check_broadcast(door, given, call->shape.nd, dims, "the queries' shape, with n keys for each,", ""))
         return false;
     PyArrayObject *own = call->inputs[OPERAND_key_indices] = cattn_new_integers(given);
     return own != NULL && cattn_read_key_indices(door, given, call->params->seqlen_k, PyArray_DATA(own));
@@ -499,7 +365,7 @@ static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, stru
 /* key_indices: the keys that each query sees, (..., T_q, n). */
 static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     struct cattn_attention_params *params = call->params;
-    call->weight_cols = call->dims[call->nd - 1];
+    call->weight_cols = call->shape.dims[call->shape.nd - 1];
     if (object == Py_None)
         return true;
     struct cattn_array given;
@@ -509,15 +375,15 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     Py_XDECREF(array);
     if (!copied)
         return false;
-    cattn_tensor_from(&params->key_indices, call->inputs[OPERAND_key_indices], call->n_batch_dims, call->axes);
+    cattn_tensor_from(&params->key_indices, call->inputs[OPERAND_key_indices], call->shape.n_batch_dims, call->axes);
     params->n_indices = call->weight_cols;
-    params->own_head_lists = call->has_heads && given.nd >= 3 && given.dims[given.nd - 3] > 1;
+    params->own_head_lists = call->shape.has_heads && given.nd >= 3 && given.dims[given.nd - 3] > 1;
     params->own_row_lists = given.nd >= 2 && given.dims[given.nd - 2] > 1;
     if (cattn_attention_counts_fit(params))
         return true;
-    PyErr_Format(PyExc_ValueError, "key_indices names %zd keys for each query, which is too large for these arrays",
-                 (Py_ssize_t)call->weight_cols);
-    return false;
+    return cattn_raise(PyExc_ValueError,
+                       "key_indices names %zd keys for each query, which is too large for these arrays",
+                       (Py_ssize_t)call->weight_cols);
 }
 
 /* Refuses slopes and dropout, which depend on a key's index in the whole array. */
@@ -532,8 +398,8 @@ static bool check_key_indices(const struct cattn_call *call) {
 }
 
 static bool parse_edges(struct cattn_call *call, PyObject *rng) {
-    return call->packed == NULL ||
-           cattn_packed_parse(call->state, call->packed, call->dims[call->nd - 2], call->dims[call->nd - 1], rng);
+    return call->packed == NULL || cattn_packed_parse(call->state, call->packed, call->shape.dims[call->shape.nd - 2],
+                                                      call->shape.dims[call->shape.nd - 1], rng);
 }
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
@@ -549,5 +415,5 @@ bool cattn_call_begin(struct cattn_call *call) {
     if (call->packed == NULL)
         return true;
     cattn_packed_fill(call->packed, call->params);
-    return counts_fit(call->params);
+    return cattn_check_counts(cattn_python, call->params);
 }

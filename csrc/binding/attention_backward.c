@@ -16,48 +16,47 @@ struct backward {
     PyArrayObject *gradients[N_GRADIENTS];     /* owned, or NULL: no such argument */
     struct cattn_misfit misfit;
     struct cattn_draw draw;
-    npy_intp dims[NPY_MAXDIMS]; /* of the call */
-    npy_intp bias_dims[NPY_MAXDIMS];
+    struct cattn_frozen frozen;
 };
 
 /* ---- gradients ---- */
 
 /* The core writes the gradient of the query once, and adds to the others. */
-static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dims, struct cattn_tensor *tensor,
+static bool make_gradient(struct backward *b, int i, int nd, const int64_t *dims, struct cattn_tensor *tensor,
                           int axes) {
-    b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.compute_type)
-                                                        : PyArray_ZEROS(nd, dims, b->call.compute_type, 0));
+    b->gradients[i] = (i == GRAD_QUERY ? cattn_new_array : cattn_new_zeros)(nd, dims, b->call.compute_type);
     if (b->gradients[i] == NULL)
         return false;
-    cattn_tensor_from(tensor, b->gradients[i], b->call.n_batch_dims, axes);
+    cattn_tensor_from(tensor, b->gradients[i], b->call.shape.n_batch_dims, axes);
     return true;
 }
 
 /* The gradient of query, key or value, which has the shape of the call. */
-static bool make_input_gradient(struct backward *b, int i, const npy_intp *shape, struct cattn_tensor *tensor) {
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, shape, (size_t)b->call.nd * sizeof *dims);
-    if (!make_gradient(b, i, cattn_call_shape(&b->call, b->call.nd, dims), dims, tensor, b->call.axes))
+static bool make_input_gradient(struct backward *b, int i, const int64_t *shape, struct cattn_tensor *tensor) {
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, shape, (size_t)b->call.shape.nd * sizeof *dims);
+    if (!make_gradient(b, i, cattn_call_shape(&b->call, b->call.shape.nd, dims), dims, tensor, b->call.axes))
         return false;
-    cattn_call_view(&b->call, b->gradients[i], tensor);
+    cattn_call_view_new(&b->call, b->gradients[i], tensor);
     return true;
 }
 
 /* The gradient of a bias of one row or one column is summed over the scores' rows or columns as it is computed. */
 static bool make_bias_gradient(struct backward *b) {
     struct cattn_call *call = &b->call;
-    if (call->bias_nd < 0)
+    const struct cattn_array *bias = &call->frozen->bias;
+    if (bias->data == NULL)
         return true;
-    const int own = call->bias_nd, nd = call->nd;
-    const bool one_row = own < 2 || call->bias_dims[own - 2] == 1, one_col = own < 1 || call->bias_dims[own - 1] == 1;
+    const int own = bias->nd, nd = call->shape.nd;
+    const bool one_row = own < 2 || bias->dims[own - 2] == 1, one_col = own < 1 || bias->dims[own - 1] == 1;
     if (one_row && call->params->seqlen_q != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_ROWS;
     else if (one_col && call->params->seqlen_k != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_COLS;
     else
-        return make_gradient(b, GRAD_BIAS, own, call->bias_dims, &b->params.grad_bias, call->axes);
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
+        return make_gradient(b, GRAD_BIAS, own, bias->dims, &b->params.grad_bias, call->axes);
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, call->shape.dims, (size_t)nd * sizeof *dims);
     dims[b->params.bias_sum == CATTN_BIAS_SUM_ROWS ? nd - 2 : nd - 1] = 1;
     return make_gradient(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, call->axes);
 }
@@ -65,26 +64,26 @@ static bool make_bias_gradient(struct backward *b) {
 static bool make_gradients(struct backward *b) {
     const struct cattn_call *call = &b->call;
     const struct cattn_attention_params *params = call->params;
-    const int nd = call->nd;
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
-    dims[nd - 1] = (npy_intp)params->head_dim;
+    const int nd = call->shape.nd;
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, call->shape.dims, (size_t)nd * sizeof *dims);
+    dims[nd - 1] = params->head_dim;
     if (!make_input_gradient(b, GRAD_QUERY, dims, &b->params.grad_query))
         return false;
-    if (call->has_heads)
-        dims[nd - 3] = call->kv_heads;
-    dims[nd - 2] = (npy_intp)params->seqlen_k;
+    if (call->shape.has_heads)
+        dims[nd - 3] = call->shape.kv_heads;
+    dims[nd - 2] = params->seqlen_k;
     if (!make_input_gradient(b, GRAD_KEY, dims, &b->params.grad_key))
         return false;
-    dims[nd - 1] = (npy_intp)params->d_v;
+    dims[nd - 1] = params->d_v;
     if (!make_input_gradient(b, GRAD_VALUE, dims, &b->params.grad_value) || !make_bias_gradient(b))
         return false;
-    memcpy(dims, call->dims, (size_t)call->n_batch_dims * sizeof *dims);
+    memcpy(dims, call->shape.dims, (size_t)call->shape.n_batch_dims * sizeof *dims);
     if (call->packed != NULL)
         dims[0] = call->packed->queries.n_sequences;
-    dims[call->n_batch_dims] = (npy_intp)params->num_heads;
+    dims[call->shape.n_batch_dims] = params->num_heads;
     return call->inputs[OPERAND_sinks] == NULL ||
-           make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
+           make_gradient(b, GRAD_SINKS, call->shape.n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
 }
 
 /* ---- running ---- */
@@ -97,9 +96,8 @@ static bool check_rng(const struct backward *b, PyObject *rng) {
         return false;
     if (PyIndex_Check(rng))
         return true;
-    PyErr_SetString(PyExc_ValueError, "rng must be what draws the forward pass's mask again: the int that it was "
-                                      "given, its result's dropout_seed, or a TorchGenerator in the state before");
-    return false;
+    return cattn_raise(PyExc_ValueError, "rng must be what draws the forward pass's mask again: the int that it was "
+                                         "given, its result's dropout_seed, or a TorchGenerator in the state before");
 }
 
 static enum cattn_status compute(const void *params) {
@@ -114,19 +112,19 @@ static bool run(struct backward *b, PyObject *rng) {
 
 /* The place of the misfit in lse. For packed sequences lse has the shape (1, heads, all rows) here, and (heads, all
  * rows) for the caller. */
-static PyObject *place_of_misfit(const struct backward *b) {
+static struct cattn_shape_text place_of_misfit(const struct backward *b) {
     const struct cattn_call *call = &b->call;
-    npy_intp place[NPY_MAXDIMS];
+    int64_t place[NPY_MAXDIMS];
     int64_t batch = b->misfit.batch;
-    for (int axis = call->n_batch_dims - 1; axis >= 0; axis--) {
-        place[axis] = call->dims[axis] > 0 ? (npy_intp)(batch % call->dims[axis]) : 0;
-        batch = call->dims[axis] > 0 ? batch / call->dims[axis] : 0;
+    for (int axis = call->shape.n_batch_dims - 1; axis >= 0; axis--) {
+        place[axis] = call->shape.dims[axis] > 0 ? (batch % call->shape.dims[axis]) : 0;
+        batch = call->shape.dims[axis] > 0 ? batch / call->shape.dims[axis] : 0;
     }
-    if (call->has_heads)
-        place[call->nd - 3] = (npy_intp)b->misfit.head;
-    place[call->nd - 2] = (npy_intp)b->misfit.row;
+    if (call->shape.has_heads)
+        place[call->shape.nd - 3] = b->misfit.head;
+    place[call->shape.nd - 2] = b->misfit.row;
     const int skipped = call->packed != NULL;
-    return cattn_shape_tuple(call->nd - 1 - skipped, place + skipped);
+    return cattn_show_shape(call->shape.nd - 1 - skipped, place + skipped);
 }
 
 /* Raises ValueError if lse or out is not the result of a forward pass with these arguments: an option was left out or
@@ -134,53 +132,46 @@ static PyObject *place_of_misfit(const struct backward *b) {
 static bool check_misfit(const struct backward *b) {
     if (!b->misfit.found)
         return true;
-    char sum[32];
-    PyOS_snprintf(sum, sizeof sum, "%.3g", b->misfit.weights);
-    PyObject *place = place_of_misfit(b);
-    if (place == NULL)
-        return false;
+    const struct cattn_shape_text place = place_of_misfit(b);
+    const bool of_tangents = b->params.of_tangents, is_out = b->misfit.kind == CATTN_MISFIT_OUT_TANGENT;
     switch (b->misfit.kind) {
     case CATTN_MISFIT_LSE:
-        PyErr_Format(PyExc_ValueError,
-                     "lse is not that of these arguments: at %R the weights sum to %s, not to 1. Pass every option of "
-                     "the forward pass (is_causal, scale, masks, lengths, ...)%s",
-                     place, sum,
-                     b->params.of_tangents ? ""
-                                           : "; if lse counts keys of other calls, too, because merge_attention made "
-                                             "it, pass merged=True");
-        break;
+        return cattn_raise(
+            PyExc_ValueError,
+            "lse is not that of these arguments: at %s the weights sum to %.3g, not to 1. Pass every option of the "
+            "forward pass (is_causal, scale, masks, lengths, ...)%s",
+            place.text, b->misfit.weights,
+            of_tangents
+                ? ""
+                : "; if lse counts keys of other calls, too, because merge_attention made it, pass merged=True");
     case CATTN_MISFIT_OUT:
-        PyErr_Format(PyExc_ValueError,
-                     "out is not the output of these arguments at %R. Pass value and every option of the forward pass "
-                     "(dropout_p and rng, ...)%s",
-                     place,
-                     b->params.of_tangents ? ""
-                                           : "; if out counts keys of other calls, too, because merge_attention made "
-                                             "it, pass merged=True");
-        break;
-    case CATTN_MISFIT_LSE_TANGENT:
-    case CATTN_MISFIT_OUT_TANGENT:
-        PyErr_Format(PyExc_ValueError,
-                     "%s is not the derivative of %s in the direction of these tangents, at %R. Pass every tangent of "
-                     "the call of attention_jvp (query_tangent, key_tangent, value_tangent, bias_tangent, "
-                     "sinks_tangent), and its results",
-                     b->misfit.kind == CATTN_MISFIT_OUT_TANGENT ? "out_tangent" : "lse_tangent",
-                     b->misfit.kind == CATTN_MISFIT_OUT_TANGENT ? "out" : "lse", place);
+        return cattn_raise(
+            PyExc_ValueError,
+            "out is not the output of these arguments at %s. Pass value and every option of the forward pass "
+            "(dropout_p and rng, ...)%s",
+            place.text,
+            of_tangents
+                ? ""
+                : "; if out counts keys of other calls, too, because merge_attention made it, pass merged=True");
+    default:
+        return cattn_raise(
+            PyExc_ValueError,
+            "%s is not the derivative of %s in the direction of these tangents, at %s. Pass every tangent "
+            "of the call of attention_jvp (query_tangent, key_tangent, value_tangent, bias_tangent, "
+            "sinks_tangent), and its results",
+            is_out ? "out_tangent" : "lse_tangent", is_out ? "out" : "lse", place.text);
     }
-    Py_DECREF(place);
-    return false;
-}
-
-/* The shape of an argument, () if there is none. */
-static PyObject *shape_of(PyArrayObject *input) {
-    return input != NULL ? cattn_shape_tuple(PyArray_NDIM(input), PyArray_DIMS(input)) : PyTuple_New(0);
 }
 
 /* Whether the core's gradients have the types and shapes of the arguments. */
-static bool are_final(const struct backward *b, PyArrayObject *const *of) {
+static bool are_final(const struct backward *b, const struct cattn_array *const *of) {
     bool final = b->call.stored_type == b->call.compute_type;
-    for (int i = 0; final && i < N_GRADIENTS; i++)
-        final = b->gradients[i] == NULL || PyArray_SAMESHAPE(b->gradients[i], of[i]);
+    for (int i = 0; final && i < N_GRADIENTS; i++) {
+        PyArrayObject *gradient = b->gradients[i];
+        final = gradient == NULL || PyArray_NDIM(gradient) == of[i]->nd;
+        for (int axis = 0; final && gradient != NULL && axis < of[i]->nd; axis++)
+            final = PyArray_DIM(gradient, axis) == of[i]->dims[axis];
+    }
     return final;
 }
 
@@ -195,17 +186,19 @@ static PyObject *gather(const struct backward *b) {
 
 /* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key and value) */
 static PyObject *build_result(const struct backward *b) {
-    PyArrayObject *const *inputs = b->call.inputs,
-                         *bias = inputs[OPERAND_bias] != NULL ? inputs[OPERAND_bias] : inputs[OPERAND_attn_mask];
-    PyArrayObject *const of[N_GRADIENTS] = {inputs[OPERAND_query], inputs[OPERAND_key], inputs[OPERAND_value], bias,
-                                            inputs[OPERAND_sinks]};
+    const struct cattn_frozen *frozen = &b->frozen;
+    struct cattn_array sinks = {.nd = 0};
+    if (b->call.inputs[OPERAND_sinks] != NULL) /* a copy that nobody else has */
+        cattn_freeze(b->call.inputs[OPERAND_sinks], "sinks", &sinks);
+    const struct cattn_array *const of[N_GRADIENTS] = {&frozen->inputs[OPERAND_query], &frozen->inputs[OPERAND_key],
+                                                       &frozen->inputs[OPERAND_value], &frozen->bias, &sinks};
     if (are_final(b, of))
         return gather(b);
     PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;
     PyObject *descr = (PyObject *)PyArray_DescrFromType(b->call.stored_type);
     bool packed = gradients != NULL && shapes != NULL && descr != NULL;
     for (int i = 0; packed && i < N_GRADIENTS; i++) {
-        PyObject *shape = shape_of(of[i]);
+        PyObject *shape = cattn_shape_tuple(b->gradients[i] != NULL ? of[i]->nd : 0, of[i]->dims);
         PyObject *gradient = b->gradients[i] != NULL ? (PyObject *)b->gradients[i] : Py_None;
         packed = shape != NULL && PyList_Append(shapes, shape) == 0 && PyList_Append(gradients, gradient) == 0;
         Py_XDECREF(shape);
@@ -253,8 +246,8 @@ static PyObject *differentiate(struct backward *b, struct binding_state *state, 
     cattn_clear_backward(&b->params);
     b->call = (struct cattn_call){.state = state,
                                   .params = &b->params.forward,
-                                  .dims = b->dims,
-                                  .bias_dims = b->bias_dims,
+
+                                  .frozen = &b->frozen,
                                   .packed = packed,
                                   .rounds_inputs = true};
     b->results = (struct cattn_results){.plain_out = false};

@@ -19,7 +19,7 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
                       struct cattn_range_args *args);
 
 struct cattn_range_sizes {
-    npy_intp seqlen_q, seqlen_k;
+    int64_t seqlen_q, seqlen_k;
     int n_batch_dims;
     const int64_t *batch;
     PyObject *query_lengths, *key_lengths, *first_keys; /* the arguments, or None */
@@ -41,7 +41,7 @@ enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 struct cattn_edges {
     int64_t *edges;   /* owned, or NULL: sequence b has the rows edges[b] .. edges[b + 1] - 1 */
     int64_t *lengths; /* behind the edges, in the same memory */
-    npy_intp n_sequences;
+    int64_t n_sequences;
     int64_t longest;
 };
 struct cattn_packed {
@@ -97,6 +97,14 @@ enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT
 
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
+/* What a call keeps outside of struct cattn_call, which is cleared whole: the arrays whose shapes results and tangents
+ * have, as they were when they were read. Without data there is none. */
+struct cattn_frozen {
+    struct cattn_array inputs[OPERAND_value + 1]; /* query, key and value */
+    struct cattn_array bias;                      /* or else an additive attn_mask */
+    int64_t dims[CATTN_MAX_AXES];                 /* of the call */
+};
+
 /* One call of attention on its way from Python's arguments to the core. */
 struct cattn_call {
     struct binding_state *state;
@@ -106,33 +114,28 @@ struct cattn_call {
     struct cattn_range_args ranges;
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
-    bool as_tuple;      /* the result is an AttentionOutput */
-    int lse_type;       /* the dtype that return_lse names; NPY_BOOL (0): none */
-    bool has_seed;      /* dropout_seed draws the same mask again */
-    bool has_heads;     /* axis -3 of the call is heads */
-    bool tokens_first;  /* arrays of query, key, value and output have (*batch, rows, H, width) */
-    int axes;           /* of query, key, value and masks, for cattn_tensor_from */
-    int compute_type;   /* NumPy's type number of the computation */
-    int stored_type;    /* the same of query, key, value, out and weights */
-    bool rounds_inputs; /* gradients: compute_dtype rounds query, key and value before the call */
-    bool widens;        /* halves are computed as float32, and the caller rounds the result */
-    int half_type;      /* of the inputs that were widened; NPY_BOOL (0): none */
-    int n_batch_dims;
+    bool as_tuple;               /* the result is an AttentionOutput */
+    int lse_type;                /* the dtype that return_lse names; NPY_BOOL (0): none */
+    bool has_seed;               /* dropout_seed draws the same mask again */
+    int axes;                    /* of query, key, value and masks, for cattn_tensor_from */
+    int compute_type;            /* NumPy's type number of the computation */
+    int stored_type;             /* the same of query, key, value, out and weights */
+    bool rounds_inputs;          /* gradients: compute_dtype rounds query, key and value before the call */
+    bool widens;                 /* halves are computed as float32, and the caller rounds the result */
+    int half_type;               /* of the inputs that were widened; NPY_BOOL (0): none */
     struct cattn_packed *packed; /* not owned; cleared with the call. NULL: the sequences are not packed */
-    npy_intp kv_heads;           /* of key and value, 1 without heads */
-    int nd;                      /* of dims */
-    npy_intp *dims;              /* (*batch, [H], T_q, T_k); of packed sequences (1, H, total_q, total_k) */
-    npy_intp weight_cols;        /* of a row of weights: T_k, or the length of the lists of key_indices */
-    npy_intp *bias_dims; /* receives the shape of the bias that has a gradient; NULL if there are no gradients */
-    int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
+    struct cattn_shape shape;
+    struct cattn_frozen *frozen;
+    int64_t weight_cols; /* of a row of weights: T_k, or the length of the lists of key_indices */
 };
 
 /* The view of an array with the axes (*batch, [H], rows, width), or (*batch, rows, H, width) if tokens_first. */
-void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
+void cattn_call_view(const struct cattn_call *call, const struct cattn_array *array, struct cattn_tensor *tensor);
+void cattn_call_view_new(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
 /* Turns the shape of an output, (*batch, [H], rows, width), or of a number for each row, (*batch, [H], rows), into the
  * shape that the caller sees: with the rows before the heads if tokens_first, and without the batch if the sequences
  * are packed. Returns its number of axes. */
-int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims);
+int cattn_call_shape(const struct cattn_call *call, int nd, int64_t *dims);
 /* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
 /* Comes after the allocation of the results: makes a batch of packed sequences. */

@@ -13,16 +13,15 @@ struct jvp {
     PyArrayObject *tangents[CATTN_N_TANGENTS]; /* owned, or NULL */
     PyArrayObject *fields[N_FIELDS];           /* owned, or NULL; lse in float64 unless it was given */
     struct cattn_draw draw;
-    npy_intp dims[NPY_MAXDIMS]; /* of the call */
+    struct cattn_frozen frozen;
 };
 
 /* out and lse, of which both or neither are given. */
 static bool take_results(struct jvp *j, PyObject *out, PyObject *lse) {
-    if ((out == Py_None) != (lse == Py_None)) {
-        PyErr_Format(PyExc_ValueError, "%s is given without %s: pass both results of the forward pass, or neither",
-                     out == Py_None ? "lse" : "out", out == Py_None ? "out" : "lse");
-        return false;
-    }
+    if ((out == Py_None) != (lse == Py_None))
+        return cattn_raise(PyExc_ValueError,
+                           "%s is given without %s: pass both results of the forward pass, or neither",
+                           out == Py_None ? "lse" : "out", out == Py_None ? "out" : "lse");
     if (out == Py_None)
         return true;
     struct cattn_attention_params *forward = &j->params.forward;
@@ -30,10 +29,8 @@ static bool take_results(struct jvp *j, PyObject *out, PyObject *lse) {
     if (!cattn_results_take(&j->results, &j->call, CATTN_FORWARD_OUT, out, "out", &forward->out) ||
         !cattn_results_take(&j->results, &j->call, CATTN_FORWARD_LSE, lse, "lse", &forward->lse))
         return false;
-    if (j->results.plain_out) {
-        PyErr_Format(PyExc_TypeError, "out has dtype float32, the forward pass gives halves");
-        return false;
-    }
+    if (j->results.plain_out)
+        return cattn_raise(PyExc_TypeError, "out has dtype float32, the forward pass gives halves");
     j->fields[JVP_OUT] = (PyArrayObject *)Py_NewRef((PyObject *)j->results.arrays[CATTN_FORWARD_OUT]);
     j->fields[JVP_LSE] = (PyArrayObject *)Py_NewRef((PyObject *)j->results.arrays[CATTN_FORWARD_LSE]);
     return true;
@@ -44,17 +41,17 @@ static bool make_field(struct jvp *j, int i, struct cattn_tensor *tensor) {
     const struct cattn_call *call = &j->call;
     const bool rows_only = i == JVP_LSE || i == JVP_LSE_TANGENT;
     const int type = i == JVP_LSE ? NPY_DOUBLE : rows_only ? call->compute_type : call->stored_type;
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-    dims[call->nd - 1] = (npy_intp)call->params->d_v;
-    const int nd = cattn_call_shape(call, rows_only ? call->nd - 1 : call->nd, dims);
-    j->fields[i] = (PyArrayObject *)PyArray_SimpleNew(nd, dims, type);
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
+    dims[call->shape.nd - 1] = call->params->d_v;
+    const int nd = cattn_call_shape(call, rows_only ? call->shape.nd - 1 : call->shape.nd, dims);
+    j->fields[i] = cattn_new_array(nd, dims, type);
     if (j->fields[i] == NULL)
         return false;
     if (rows_only)
-        cattn_tensor_from(tensor, j->fields[i], call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+        cattn_tensor_from(tensor, j->fields[i], call->shape.n_batch_dims, call->axes & ~CATTN_AXIS_COL);
     else
-        cattn_call_view(call, j->fields[i], tensor);
+        cattn_call_view_new(call, j->fields[i], tensor);
     if (call->params->d_v == 1 && !rows_only)
         tensor->col = 1;
     return true;
@@ -100,7 +97,11 @@ static PyObject *build_result(const struct jvp *j) {
 static PyObject *derive(struct jvp *j, struct binding_state *state, PyObject *const *args) {
     PyObject *result = NULL;
     cattn_clear_jvp(&j->params);
-    j->call = (struct cattn_call){.state = state, .params = &j->params.forward, .dims = j->dims};
+    j->call = (struct cattn_call){
+        .state = state,
+        .params = &j->params.forward,
+        .frozen = &j->frozen,
+    };
     j->results = (struct cattn_results){.plain_out = false};
     memset(j->tangents, 0, sizeof j->tangents);
     memset(j->fields, 0, sizeof j->fields);

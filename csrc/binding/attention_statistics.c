@@ -13,7 +13,7 @@ struct statistics {
     PyArrayObject *fields[N_FIELDS]; /* owned, or NULL */
     PyArrayObject *lse;              /* owned: in float64, from the forward pass */
     struct cattn_draw draw;
-    npy_intp dims[NPY_MAXDIMS]; /* of the call */
+    struct cattn_frozen frozen;
 };
 
 /* ---- arguments ---- */
@@ -95,19 +95,18 @@ static struct cattn_tensor *tensor_of(struct statistics *s, int field) {
 static bool make_field(struct statistics *s, int i) {
     const struct cattn_call *call = &s->call;
     const bool columns = i == RECEIVED || i == RECEIVED_MAX;
-    const int nd = call->nd - (is_top(i) ? 0 : 1), type = i == TOP_KEYS ? NPY_INT64 : call->compute_type;
-    npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    const int nd = call->shape.nd - (is_top(i) ? 0 : 1), type = i == TOP_KEYS ? NPY_INT64 : call->compute_type;
+    int64_t dims[NPY_MAXDIMS];
+    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
     if (columns)
-        dims[nd - 1] = call->dims[call->nd - 1];
+        dims[nd - 1] = call->shape.dims[call->shape.nd - 1];
     else if (is_top(i))
-        dims[nd - 1] = (npy_intp)s->params.top_k;
+        dims[nd - 1] = s->params.top_k;
     const int batch = call->packed != NULL;
-    s->fields[i] = (PyArrayObject *)(columns ? PyArray_ZEROS(nd - batch, dims + batch, type, 0)
-                                             : PyArray_SimpleNew(nd - batch, dims + batch, type));
+    s->fields[i] = (columns ? cattn_new_zeros : cattn_new_array)(nd - batch, dims + batch, type);
     if (s->fields[i] == NULL)
         return false;
-    cattn_tensor_from(tensor_of(s, i), s->fields[i], call->n_batch_dims,
+    cattn_tensor_from(tensor_of(s, i), s->fields[i], call->shape.n_batch_dims,
                       call->axes & ~(columns     ? CATTN_AXIS_ROW
                                      : is_top(i) ? 0
                                                  : CATTN_AXIS_COL));
@@ -116,10 +115,10 @@ static bool make_field(struct statistics *s, int i) {
 
 static bool make_fields(struct statistics *s) {
     const struct cattn_call *call = &s->call;
-    s->lse = (PyArrayObject *)PyArray_SimpleNew(call->nd - 1, call->dims, NPY_DOUBLE);
+    s->lse = cattn_new_array(call->shape.nd - 1, call->shape.dims, NPY_DOUBLE);
     if (s->lse == NULL)
         return false;
-    cattn_tensor_from(&call->params->lse, s->lse, call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+    cattn_tensor_from(&call->params->lse, s->lse, call->shape.n_batch_dims, call->axes & ~CATTN_AXIS_COL);
     call->params->double_lse = true;
     for (int i = 0; i < N_FIELDS; i++) {
         if (s->wants[i] && !make_field(s, i))
@@ -149,7 +148,7 @@ static PyObject *run(struct statistics *s, struct binding_state *state, PyObject
     args[ARG_dropout_p] = no_dropout; /* statistics are of the weights before dropout */
     args[ARG_value] = NULL;
     cattn_clear_statistics(&s->params);
-    s->call = (struct cattn_call){.state = state, .params = &s->params.forward, .dims = s->dims, .packed = packed};
+    s->call = (struct cattn_call){.state = state, .params = &s->params.forward, .frozen = &s->frozen, .packed = packed};
     s->lse = NULL;
     memset(s->wants, 0, sizeof s->wants);
     memset(s->fields, 0, sizeof s->fields);

@@ -47,21 +47,21 @@ bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, 
                         const char *name, struct cattn_tensor *tensor) {
     const bool rows_only = has_rows_only(which);
     const char *const whose = rows_only ? "the log-sum-exp" : "the output";
-    npy_intp dims[NPY_MAXDIMS];
-    PyArrayObject *array = results->arrays[which] = cattn_arg_floats(call->state, object, name);
-    if (array == NULL)
+    int64_t dims[NPY_MAXDIMS];
+    struct cattn_array frozen;
+    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
+    dims[call->shape.nd - 1] = call->params->d_v;
+    const int nd = cattn_call_shape(call, rows_only ? call->shape.nd - 1 : call->shape.nd, dims);
+    if ((results->arrays[which] = cattn_arg_floats(call->state, object, name)) == NULL ||
+        !widen(results, call, which, object, name))
         return false;
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-    dims[call->nd - 1] = (npy_intp)call->params->d_v;
-    const int nd = cattn_call_shape(call, rows_only ? call->nd - 1 : call->nd, dims);
-    /* the shape again: a conversion may have run Python code, which might change the array */
-    if (!cattn_check_shape(array, name, whose, nd, dims) || !widen(results, call, which, object, name) ||
-        !cattn_check_shape(results->arrays[which], name, whose, nd, dims))
+    cattn_freeze(results->arrays[which], name, &frozen);
+    if (!cattn_check_shape(cattn_python, &frozen, whose, nd, dims))
         return false;
     if (rows_only)
-        cattn_tensor_from(tensor, results->arrays[which], call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+        cattn_view(tensor, &frozen, call->shape.n_batch_dims, call->axes & ~CATTN_AXIS_COL);
     else
-        cattn_call_view(call, results->arrays[which], tensor);
+        cattn_call_view(call, &frozen, tensor);
     if (call->params->d_v == 1 && !rows_only)
         tensor->col = 1;
     return true;
@@ -77,16 +77,13 @@ void cattn_results_clear(struct cattn_results *results) {
 static const char *const NAMES[CATTN_N_TANGENTS] = {"query_tangent", "key_tangent", "value_tangent", "bias_tangent",
                                                     "sinks_tangent"};
 
-/* The input that a tangent belongs to, with its name; NULL if it is not there. */
-static PyArrayObject *input_of(const struct cattn_call *call, int which, const char **name) {
-    static const int inputs[] = {OPERAND_query, OPERAND_key, OPERAND_value, OPERAND_bias, OPERAND_sinks};
-    int input = inputs[which];
-    if (which == BIAS_TANGENT && call->inputs[OPERAND_bias] == NULL)
-        input = OPERAND_attn_mask;
-    *name = cattn_operands[input].name;
-    if (input == OPERAND_attn_mask && call->bias_nd < 0)
-        return NULL;
-    return call->inputs[input];
+/* The input that a tangent belongs to, into *input; false if there is none. */
+static bool find_input(const struct cattn_call *call, int which, struct cattn_array *input) {
+    if (which == SINKS_TANGENT && call->inputs[OPERAND_sinks] != NULL) /* a copy that nobody else has */
+        cattn_freeze(call->inputs[OPERAND_sinks], "sinks", input);
+    else if (which != SINKS_TANGENT)
+        *input = which == BIAS_TANGENT ? call->frozen->bias : call->frozen->inputs[OPERAND_query + which];
+    return input->data != NULL;
 }
 
 /* Converts a tangent to the type of its input: from any type, as biases and sinks are converted, or if it is wider. */
@@ -103,29 +100,22 @@ static bool convert(struct cattn_call *call, PyArrayObject **array, PyObject *gi
 
 static bool take(struct cattn_call *call, int which, PyObject *object, PyArrayObject **array,
                  struct cattn_tensor *tensor) {
-    const char *owner;
-    PyArrayObject *input = input_of(call, which, &owner);
-    if (input == NULL) {
-        PyErr_Format(PyExc_ValueError, "%s is given without %s", NAMES[which],
-                     which == BIAS_TANGENT ? "a bias or a float attn_mask" : owner);
-        return false;
-    }
-    const int nd = PyArray_NDIM(input), wanted = which <= VALUE_TANGENT ? call->stored_type : call->compute_type;
-    npy_intp dims[NPY_MAXDIMS];
-    cattn_take_dims(dims, input);
+    static const char *const missing[] = {"query", "key", "value", "a bias or a float attn_mask", "sinks"};
+    const int wanted = which <= VALUE_TANGENT ? call->stored_type : call->compute_type;
+    struct cattn_array input = {.data = NULL}, frozen;
+    if (!find_input(call, which, &input))
+        return cattn_raise(PyExc_ValueError, "%s is given without %s", NAMES[which], missing[which]);
     *array = cattn_arg_floats(call->state, object, NAMES[which]);
-    /* the shape again: a conversion may have run Python code, which might change the array */
-    if (*array == NULL || !cattn_check_shape(*array, NAMES[which], owner, nd, dims) ||
-        !convert(call, array, object, NAMES[which], wanted, which > VALUE_TANGENT) ||
-        !cattn_check_shape(*array, NAMES[which], owner, nd, dims))
+    if (*array == NULL || !convert(call, array, object, NAMES[which], wanted, which > VALUE_TANGENT))
         return false;
-    if (which == SINKS_TANGENT)
-        cattn_tensor_from(tensor, *array, call->n_batch_dims, CATTN_AXIS_HEAD);
-    else if (which == BIAS_TANGENT)
-        cattn_tensor_from(tensor, *array, call->n_batch_dims, call->axes);
+    cattn_freeze(*array, NAMES[which], &frozen);
+    if (!cattn_check_shape(cattn_python, &frozen, input.name, input.nd, input.dims))
+        return false;
+    if (which > VALUE_TANGENT)
+        cattn_view(tensor, &frozen, call->shape.n_batch_dims, which == SINKS_TANGENT ? CATTN_AXIS_HEAD : call->axes);
     else
-        cattn_call_view(call, *array, tensor);
-    if (which <= VALUE_TANGENT && nd > 0 && dims[nd - 1] == 1)
+        cattn_call_view(call, &frozen, tensor);
+    if (which <= VALUE_TANGENT && frozen.dims[frozen.nd - 1] == 1)
         tensor->col = 1;
     return true;
 }
@@ -151,12 +141,12 @@ bool cattn_tangents_refuse(const struct cattn_call *call, PyObject *const *args)
     for (int i = 0; i < 2; i++)
         if (cattn_arg_is_quantized(call->state, inputs[i])) {
             const char *name = cattn_operands[OPERAND_key + i].name;
-            PyErr_Format(PyExc_TypeError, "%s is quantized and has no tangent: pass cattn.dequantize(%s)", name, name);
-            return false;
+            return cattn_raise(PyExc_TypeError, "%s is quantized and has no tangent: pass cattn.dequantize(%s)", name,
+                               name);
         }
     if (!call->params->dropout.enabled || PyIndex_Check(args[ARG_rng]))
         return true;
-    PyErr_SetString(PyExc_ValueError, "rng must be the int that draws the dropout mask of every pass, which a result's "
-                                      "dropout_seed is, too");
-    return false;
+    return cattn_raise(PyExc_ValueError,
+                       "rng must be the int that draws the dropout mask of every pass, which a result's "
+                       "dropout_seed is, too");
 }

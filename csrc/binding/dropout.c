@@ -6,10 +6,10 @@ struct call {
     struct cattn_dropout_params *params;
     PyArrayObject *x;
     struct cattn_output output, mask;
-    int type;       /* of x */
-    int own_nd;     /* of x */
-    int nd;         /* at least 1: a 0-d array is one element in a row */
-    npy_intp *dims; /* of x, nd of them */
+    int type;      /* of x */
+    int own_nd;    /* of x */
+    int nd;        /* at least 1: a 0-d array is one element in a row */
+    int64_t *dims; /* of x, nd of them */
 };
 
 /* Called right after the check of x: what follows may run Python code, which might change the array. */
@@ -97,7 +97,7 @@ static PyObject *build_result(const struct call *call, bool return_mask) {
 PyObject *cattn_body_dropout(struct binding_state *state, PyObject **args) {
     struct cattn_dropout_params params;
     struct cattn_draw draw;
-    npy_intp dims[NPY_MAXDIMS];
+    int64_t dims[NPY_MAXDIMS];
     struct call call = {.state = state, .params = &params, .dims = dims};
     bool training, return_mask, filled;
     PyObject *result = NULL;

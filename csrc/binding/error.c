@@ -9,7 +9,7 @@ static void fail(void *Py_UNUSED(context), enum cattn_fault fault, const char *t
 
 static bool goes_on(void *Py_UNUSED(context)) { return cattn_check_signals(); }
 
-const struct cattn_door cattn_python_door = {.fail = fail, .goes_on = goes_on};
+const struct cattn_door *const cattn_python = &(const struct cattn_door){.fail = fail, .goes_on = goes_on};
 
 bool cattn_error_status(enum cattn_status status) {
     switch (status) {
@@ -23,8 +23,7 @@ bool cattn_error_status(enum cattn_status status) {
             PyErr_SetNone(PyExc_KeyboardInterrupt);
         return false;
     }
-    PyErr_Format(PyExc_SystemError, "unknown status %d", (int)status);
-    return false;
+    return cattn_raise(PyExc_SystemError, "unknown status %d", (int)status);
 }
 
 bool cattn_error_type(const char *name, const char *wanted, PyObject *got) {
@@ -119,11 +118,10 @@ bool cattn_error_named(const char *name, const char *wanted, PyObject *got) {
 bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted) {
     if (got == wanted)
         return true;
-    PyErr_Format(PyExc_TypeError, "%s takes exactly %zd positional arguments, got %zd", function, wanted, got);
-    return false;
+    return cattn_raise(PyExc_TypeError, "%s takes exactly %zd positional arguments, got %zd", function, wanted, got);
 }
 
-PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
+PyObject *cattn_shape_tuple(int nd, const int64_t *dims) {
     PyObject *tuple = PyTuple_New(nd);
     for (int axis = 0; tuple != NULL && axis < nd; axis++) {
         PyObject *size = PyLong_FromSsize_t((Py_ssize_t)dims[axis]);
@@ -136,6 +134,5 @@ PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
 bool cattn_ready(const struct binding_state *state) {
     if (state->ready)
         return true;
-    PyErr_SetString(PyExc_RuntimeError, "cattn is called before its import is complete, or after its end");
-    return false;
+    return cattn_raise(PyExc_RuntimeError, "cattn is called before its import is complete, or after its end");
 }

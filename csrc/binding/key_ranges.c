@@ -34,12 +34,10 @@ static bool settle_numbers(PyArrayObject **numbers, const char *name, int64_t le
     if (*numbers == NULL)
         return true;
     cattn_freeze(*numbers, name, &given);
-    if (!cattn_check_broadcast(&cattn_python_door, &given, sizes->n_batch_dims, sizes->batch, "the leading dimensions",
-                               ""))
+    if (!cattn_check_broadcast(cattn_python, &given, sizes->n_batch_dims, sizes->batch, "the leading dimensions", ""))
         return false;
     PyArrayObject *own = cattn_new_integers(&given);
-    if (own == NULL ||
-        !cattn_read_integers(&cattn_python_door, &given, least, most, CATTN_REFUSED, PyArray_DATA(own))) {
+    if (own == NULL || !cattn_read_integers(cattn_python, &given, least, most, CATTN_REFUSED, PyArray_DATA(own))) {
         Py_XDECREF((PyObject *)own);
         return false;
     }
@@ -114,11 +112,9 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
         return true;
     }
     args->bare = false;
-    if (args->lower_right) {
-        PyErr_SetString(PyExc_ValueError, "is_causal='lower_right' sets the offset itself (T_k - T_q); with "
-                                          "query_offset use is_causal='upper_left'");
-        return false;
-    }
+    if (args->lower_right)
+        return cattn_raise(PyExc_ValueError, "is_causal='lower_right' sets the offset itself (T_k - T_q); with "
+                                             "query_offset use is_causal='upper_left'");
     return take_integers(state, query_offset, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, &args->offset,
                          &args->offsets);
 }
@@ -134,7 +130,7 @@ void cattn_ranges_clear(struct cattn_range_args *args) {
  * whose last query sees every key, leaves the first queries without keys if there are more of them. */
 static bool warn_alignment(struct binding_state *state, const struct cattn_range_args *args,
                            const struct cattn_range_sizes *sizes) {
-    const npy_intp seqlen_q = sizes->seqlen_q, seqlen_k = sizes->seqlen_k;
+    const int64_t seqlen_q = sizes->seqlen_q, seqlen_k = sizes->seqlen_k;
     if (!args->bare || seqlen_q == seqlen_k)
         return true;
     if (args->lower_right) {

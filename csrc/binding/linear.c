@@ -10,7 +10,7 @@ struct call {
     enum cattn_storage quantized;    /* of the weight, if it has a scale */
     enum cattn_bf16_products bf16;   /* the factors are rounded to bfloat16 */
     int nd;                          /* of x and the result */
-    npy_intp dims[NPY_MAXDIMS];      /* of the result */
+    int64_t dims[NPY_MAXDIMS];       /* of the result */
 };
 
 /* ---- arguments ---- */
@@ -27,52 +27,34 @@ static bool parse_weight(struct call *call, PyObject *weight) {
     if (cattn_arg_is_quantized(call->state, weight))
         return cattn_arg_take_quantized(call->state, weight, "weight", array, &call->inputs[SCALE], &call->quantized);
     /* int8 is no type of numbers here, but it would be converted to one */
-    if (PyArray_Check(weight) && PyArray_TYPE((PyArrayObject *)weight) == NPY_BYTE) {
-        PyErr_SetString(PyExc_TypeError, "weight has dtype int8 and no scale: pass cattn.Quantized(weight, scale), or "
-                                         "weight.astype(np.float32) if its elements are the numbers");
-        return false;
-    }
+    if (PyArray_Check(weight) && PyArray_TYPE((PyArrayObject *)weight) == NPY_BYTE)
+        return cattn_raise(PyExc_TypeError,
+                           "weight has dtype int8 and no scale: pass cattn.Quantized(weight, scale), or "
+                           "weight.astype(np.float32) if its elements are the numbers");
     return (*array = cattn_arg_floats(call->state, weight, "weight")) != NULL;
-}
-
-/* ValueError unless the array has this shape; `meaning` explains it. */
-static bool check_dims(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning) {
-    if (PyArray_NDIM(array) == nd && PyArray_CompareLists(PyArray_DIMS(array), dims, nd))
-        return true;
-    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
-    PyObject *wanted = cattn_shape_tuple(nd, dims);
-    if (shape != NULL && wanted != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have %s, shape %R, got shape %R", name, meaning, wanted, shape);
-    Py_XDECREF(shape);
-    Py_XDECREF(wanted);
-    return false;
 }
 
 static bool check_shapes(struct call *call) {
     PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
     call->nd = PyArray_NDIM(x);
-    if (call->nd == 0) {
-        PyErr_SetString(PyExc_ValueError, "x must have at least 1 dimension (..., K), got 0");
-        return false;
-    }
-    if (PyArray_NDIM(weight) != 2) {
-        PyErr_Format(PyExc_ValueError, "weight must have 2 dimensions (N, K), got %d", PyArray_NDIM(weight));
-        return false;
-    }
+    if (call->nd == 0)
+        return cattn_raise(PyExc_ValueError, "x must have at least 1 dimension (..., K), got 0");
+    if (PyArray_NDIM(weight) != 2)
+        return cattn_raise(PyExc_ValueError, "weight must have 2 dimensions (N, K), got %d", PyArray_NDIM(weight));
     cattn_take_dims(call->dims, x);
-    const npy_intp n = PyArray_DIM(weight, 0), k = call->dims[call->nd - 1];
-    if (PyArray_DIM(weight, 1) != k) {
-        PyErr_Format(PyExc_ValueError, "weight must have as many columns as x, %zd, got shape (%zd, %zd)%s",
-                     (Py_ssize_t)k, (Py_ssize_t)n, (Py_ssize_t)PyArray_DIM(weight, 1),
-                     n == k ? ": it is (outputs, inputs), as in PyTorch; pass weight.T if it is (inputs, outputs)"
-                            : "");
-        return false;
-    }
+    const int64_t n = PyArray_DIM(weight, 0), k = call->dims[call->nd - 1];
+    if (PyArray_DIM(weight, 1) != k)
+        return cattn_raise(PyExc_ValueError, "weight must have as many columns as x, %zd, got shape (%zd, %zd)%s",
+                           (Py_ssize_t)k, (Py_ssize_t)n, (Py_ssize_t)PyArray_DIM(weight, 1),
+                           n == k ? ": it is (outputs, inputs), as in PyTorch; pass weight.T if it is (inputs, outputs)"
+                                  : "");
     call->dims[call->nd - 1] = n;
     if (call->inputs[SCALE] != NULL && !cattn_arg_scale_fits(call->inputs[SCALE], "weight.scale", weight, "weight"))
         return false;
-    return call->inputs[BIAS] == NULL ||
-           check_dims(call->inputs[BIAS], "bias", 1, &n, "one number for each row of weight");
+    PyArrayObject *bias = call->inputs[BIAS];
+    return bias == NULL || (PyArray_NDIM(bias) == 1 && PyArray_DIM(bias, 0) == n) ||
+           cattn_raise(PyExc_ValueError, "bias must have one number for each row of weight, shape %s, got shape %s",
+                       cattn_show_shape(1, &n).text, cattn_shape_of(bias).text);
 }
 
 /* ValueError if an array has another type or other strides than when its argument was read: what reads the next
@@ -128,12 +110,12 @@ static bool check_bfloat16(const struct call *call, const char *names) {
 /* ---- views with two axes ---- */
 
 /* Sets the stride in bytes of the rows, if all axes but the last one are one axis of rows. */
-static bool rows_are_even(PyArrayObject *array, npy_intp *row) {
-    npy_intp length = 0; /* of the axes so far, in bytes */
+static bool rows_are_even(PyArrayObject *array, int64_t *row) {
+    int64_t length = 0; /* of the axes so far, in bytes */
     bool first = true;
     *row = 0;
     for (int axis = PyArray_NDIM(array) - 2; axis >= 0; axis--) {
-        const npy_intp n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
+        const int64_t n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
         if (n == 1)
             continue;
         if (first)
@@ -148,7 +130,7 @@ static bool rows_are_even(PyArrayObject *array, npy_intp *row) {
 
 /* Replaces x by a copy if its rows are no single axis. */
 static bool make_rows_even(PyArrayObject **x) {
-    npy_intp row;
+    int64_t row;
     if (rows_are_even(*x, &row))
         return true;
     PyArrayObject *copy = (PyArrayObject *)PyArray_NewLikeArray(*x, NPY_CORDER, NULL, 0);
@@ -166,7 +148,7 @@ static enum cattn_storage storage_of(const struct call *call, int i) {
                                                       : cattn_arg_storage(PyArray_TYPE(call->inputs[i]));
 }
 
-static npy_intp stride_of(PyArrayObject *array, int axis) {
+static int64_t stride_of(PyArrayObject *array, int axis) {
     return PyArray_DIM(array, axis) == 1 ? 0 : PyArray_STRIDE(array, axis) / PyArray_ITEMSIZE(array);
 }
 
@@ -195,7 +177,7 @@ static bool make_output(struct call *call, PyObject *out, struct cattn_output *o
                                            .inputs = call->inputs,
                                            .n_inputs = N_INPUTS};
     struct cattn_output temporary = {NULL, NULL};
-    npy_intp row;
+    int64_t row;
     if (!cattn_arg_output(call->state, out, &spec, output))
         return false;
     if (rows_are_even(output->array, &row))
@@ -210,7 +192,7 @@ static bool make_output(struct call *call, PyObject *out, struct cattn_output *o
 /* Everything but the output. */
 static void fill_params(const struct call *call, struct cattn_product_params *p) {
     PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
-    npy_intp row;
+    int64_t row;
     *p = (struct cattn_product_params){.dtype = cattn_arg_dtype(call->type), .n_batch = 1};
     p->bf16_products = call->bf16;
     p->depth = PyArray_DIM(weight, 1);
@@ -233,7 +215,7 @@ static void fill_params(const struct call *call, struct cattn_product_params *p)
 }
 
 static void fill_output(const struct call *call, PyArrayObject *out, struct cattn_product_params *p) {
-    npy_intp row;
+    int64_t row;
     rows_are_even(out, &row);
     p->n_b = p->n_a > 0 ? PyArray_SIZE(out) / p->n_a : 0;
     p->out_storage = cattn_arg_storage(call->type);
@@ -296,8 +278,7 @@ static bool check_product(const struct call *call) {
     if (PyArray_NDIM(b) == nd && (nd == 2 || nd == 3) && PyArray_DIM(a, nd - 1) == PyArray_DIM(b, nd - 1) &&
         (nd == 2 || PyArray_DIM(a, 0) == PyArray_DIM(b, 0)))
         return true;
-    PyErr_SetString(PyExc_SystemError, "_product: shapes do not fit");
-    return false;
+    return cattn_raise(PyExc_SystemError, "_product: shapes do not fit");
 }
 
 /* _product(a, b, compute_dtype): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy promotes both to.

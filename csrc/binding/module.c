@@ -33,10 +33,8 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
 
 static bool set_helper(PyObject *helpers, const char *name, PyObject **field) {
     PyObject *helper = PyDict_GetItemString(helpers, name);
-    if (helper == NULL) {
-        PyErr_Format(PyExc_TypeError, "_register_helpers() lacks %s", name);
-        return false;
-    }
+    if (helper == NULL)
+        return cattn_raise(PyExc_TypeError, "_register_helpers() lacks %s", name);
     PyObject *old = *field;
     *field = Py_NewRef(helper);
     Py_XDECREF(old);
@@ -106,9 +104,7 @@ static bool claim_process(void) {
     const int64_t self = PyInterpreterState_GetID(PyInterpreterState_Get());
     if (self >= 0 && (atomic_compare_exchange_strong(&claimed, &owner, self) || owner == self))
         return true;
-    if (self >= 0)
-        PyErr_SetString(PyExc_ImportError, "cattn is in use in another interpreter of this process");
-    return false;
+    return self >= 0 && cattn_raise(PyExc_ImportError, "cattn is in use in another interpreter of this process");
 }
 
 static int module_exec(PyObject *module) {

@@ -8,7 +8,7 @@ struct call {
     bool centred;                    /* layer norm */
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
     int type, nd;                    /* of x and the result; nd is at least 1 */
-    npy_intp dims[NPY_MAXDIMS];
+    int64_t dims[NPY_MAXDIMS];
     double eps;
 };
 
@@ -22,15 +22,11 @@ static bool parse_eps(PyObject *object, double *eps) {
 
 /* Weight or bias. */
 static bool check_columns(const struct call *call, PyArrayObject *numbers, const char *name) {
-    const npy_intp n_cols = call->dims[call->nd - 1];
+    const int64_t n_cols = call->dims[call->nd - 1];
     if (numbers == NULL || (PyArray_NDIM(numbers) == 1 && PyArray_DIM(numbers, 0) == n_cols))
         return true;
-    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(numbers), PyArray_DIMS(numbers));
-    if (shape != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have one number for each column of x, shape (%zd,), got shape %R", name,
-                     (Py_ssize_t)n_cols, shape);
-    Py_XDECREF(shape);
-    return false;
+    return cattn_raise(PyExc_ValueError, "%s must have one number for each column of x, shape %s, got shape %s", name,
+                       cattn_show_shape(1, &n_cols).text, cattn_shape_of(numbers).text);
 }
 
 /* given: by the slots of inputs; NULL where the function has no such argument. The arrays are in their common dtype
@@ -54,13 +50,12 @@ static bool parse_arrays(struct call *call, PyObject *const given[N_INPUTS], con
         !cattn_arg_unchanged(call->inputs[GRAD], call->type, "grad_out"))
         return false;
     call->nd = PyArray_NDIM(call->inputs[X]);
-    if (call->nd == 0) {
-        PyErr_SetString(PyExc_ValueError, "x must have at least 1 dimension (..., D), got 0");
-        return false;
-    }
+    if (call->nd == 0)
+        return cattn_raise(PyExc_ValueError, "x must have at least 1 dimension (..., D), got 0");
     cattn_take_dims(call->dims, call->inputs[X]);
     return check_columns(call, call->inputs[WEIGHT], "weight") && check_columns(call, call->inputs[BIAS], "bias") &&
-           (call->inputs[GRAD] == NULL || cattn_check_shape(call->inputs[GRAD], "grad_out", "x", call->nd, call->dims));
+           (call->inputs[GRAD] == NULL ||
+            cattn_arg_has_shape(call->inputs[GRAD], "grad_out", "x", call->nd, call->dims));
 }
 
 static void release(struct call *call) {

@@ -33,18 +33,15 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
 bool cattn_arg_scale(PyObject *object, int type, double *value) {
     if (!cattn_arg_real(object, "scale", value))
         return false;
-    /* it rounds to infinity in every rounding mode */
-    if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127)
-        return cattn_error_value(object, "scale must round to a finite float32");
-    return true;
+    const char *fault = cattn_scale_fault(*value, cattn_arg_dtype(type));
+    return fault == NULL || cattn_error_value(object, "scale %s", fault);
 }
 
 bool cattn_arg_probability(PyObject *object, const char *name, double *p) {
     if (!cattn_arg_real(object, name, p))
         return false;
-    if (*p >= 0.0 && *p <= 1.0)
-        return true;
-    return cattn_error_value(object, "%s must be in [0, 1]", name);
+    const char *fault = cattn_probability_fault(*p);
+    return fault == NULL || cattn_error_value(object, "%s %s", name, fault);
 }
 
 PyObject *cattn_arg_index(PyObject *object, const char *name) {
@@ -76,10 +73,7 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
     return fits;
 }
 
-bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
-    *value = object == Py_True;
-    if (*value || object == Py_False || object == Py_None)
-        return true;
+bool cattn_arg_truth(PyObject *object, const char *name, bool *value) {
     const int truth = PyObject_IsTrue(object);
     *value = truth > 0;
     return truth >= 0 || cattn_error_named(name, "True or False", object);
@@ -88,7 +82,7 @@ bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
 bool cattn_arg_bool(PyObject *object, const char *name, bool *value) {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
         return cattn_error_type(name, "True or False", object);
-    return cattn_arg_flag(object, name, value);
+    return cattn_arg_truth(object, name, value);
 }
 
 bool cattn_arg_is_integers(PyObject *object) {
@@ -137,9 +131,8 @@ const char *cattn_compute_dtype_word(enum cattn_bf16_products products) {
 }
 
 bool cattn_error_not_bfloat16(enum cattn_bf16_products products, const char *names, const char *dtype) {
-    PyErr_Format(PyExc_TypeError, "compute_dtype='%s' is for float32 and bfloat16, and %s are %s: convert them",
-                 cattn_compute_dtype_word(products), names, dtype);
-    return false;
+    return cattn_raise(PyExc_TypeError, "compute_dtype='%s' is for float32 and bfloat16, and %s are %s: convert them",
+                       cattn_compute_dtype_word(products), names, dtype);
 }
 
 /* ---- for Python ---- */

@@ -1,20 +1,17 @@
 /* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs */
 #include "args.h"
 
-static npy_intp type_size(int type) {
-    return type == NPY_BOOL ? 1 : (npy_intp)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
+static int64_t type_size(int type) {
+    return type == NPY_BOOL ? 1 : (int64_t)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
 }
 
 static PyArrayObject *new_array(const struct cattn_output_spec *spec) {
-    const npy_intp size = PyArray_OverflowMultiplyList(spec->dims, spec->nd);
-    if (size < 0 || size > NPY_MAX_INTP / type_size(spec->type)) {
-        PyObject *shape = cattn_shape_tuple(spec->nd, spec->dims);
-        if (shape != NULL)
-            PyErr_Format(PyExc_ValueError, "%s of shape %R is too large", spec->name, shape);
-        Py_XDECREF(shape);
-        return NULL;
-    }
-    return (PyArrayObject *)PyArray_SimpleNew(spec->nd, spec->dims, spec->type);
+    const int64_t size = cattn_count(spec->nd, spec->dims);
+    if (size >= 0 && size <= NPY_MAX_INTP / type_size(spec->type))
+        return cattn_new_array(spec->nd, spec->dims, spec->type);
+    PyErr_Format(PyExc_ValueError, "%s of shape %s is too large", spec->name,
+                 cattn_show_shape(spec->nd, spec->dims).text);
+    return NULL;
 }
 
 /* ---- the caller's array ---- */
@@ -37,10 +34,8 @@ static bool check_type(struct binding_state *state, PyObject *given, const struc
         Py_XDECREF((PyObject *)wanted);
         return false;
     }
-    if (!PyArray_ISALIGNED(array) || !PyArray_ISNOTSWAPPED(array)) {
-        PyErr_Format(PyExc_TypeError, "%s must be aligned and in native byte order", spec->name);
-        return false;
-    }
+    if (!PyArray_ISALIGNED(array) || !PyArray_ISNOTSWAPPED(array))
+        return cattn_raise(PyExc_TypeError, "%s must be aligned and in native byte order", spec->name);
     return true;
 }
 
@@ -68,27 +63,23 @@ static bool check_apart(PyArrayObject *array, const char *name) {
         taken[least] = true;
         if (PyArray_DIM(array, least) == 1)
             continue;
-        if (step < span) {
-            PyErr_Format(PyExc_ValueError, "%s overlaps itself: axis %d has stride %zd", name, least,
-                         (Py_ssize_t)PyArray_STRIDE(array, least));
-            return false;
-        }
+        if (step < span)
+            return cattn_raise(PyExc_ValueError, "%s overlaps itself: axis %d has stride %zd", name, least,
+                               (Py_ssize_t)PyArray_STRIDE(array, least));
         span += (npy_uintp)(PyArray_DIM(array, least) - 1) * step;
     }
     return true;
 }
 
 static bool check_layout(PyArrayObject *array, const struct cattn_output_spec *spec) {
-    if (!cattn_check_shape(array, spec->name, "the result", spec->nd, spec->dims))
+    if (!cattn_arg_has_shape(array, spec->name, "the result", spec->nd, spec->dims))
         return false;
-    if (!PyArray_ISWRITEABLE(array)) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only", spec->name);
-        return false;
-    }
+    if (!PyArray_ISWRITEABLE(array))
+        return cattn_raise(PyExc_ValueError, "%s is read-only", spec->name);
     return check_apart(array, spec->name);
 }
 
-static bool whole_strides(PyArrayObject *array, npy_intp itemsize) {
+static bool whole_strides(PyArrayObject *array, int64_t itemsize) {
     for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
         if (PyArray_DIM(array, axis) > 1 && PyArray_STRIDE(array, axis) % itemsize != 0)
             return false;
@@ -104,9 +95,9 @@ struct extent {
 };
 
 static struct extent extent_of(PyArrayObject *array) {
-    npy_intp below = 0, above = PyArray_ITEMSIZE(array);
+    int64_t below = 0, above = PyArray_ITEMSIZE(array);
     for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
-        const npy_intp n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
+        const int64_t n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
         if (n == 0) {
             below = above = 0;
             break;
@@ -215,8 +206,10 @@ PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_a
         return NULL;
     }
     PyArrayObject *result = (PyArrayObject *)args[0];
+    int64_t dims[NPY_MAXDIMS];
+    cattn_take_dims(dims, result);
     const struct cattn_output_spec spec = {
-        .name = "out", .type = PyArray_TYPE(result), .nd = PyArray_NDIM(result), .dims = PyArray_DIMS(result)};
+        .name = "out", .type = PyArray_TYPE(result), .nd = PyArray_NDIM(result), .dims = dims};
     if (!check_type(cattn_state(module), args[1], &spec) || !check_layout((PyArrayObject *)args[1], &spec))
         return NULL;
     if (!cattn_copy_into((PyArrayObject *)args[1], result))

@@ -10,9 +10,9 @@
 
 /* The ValueError for numbers that are no edges. Always false. */
 static bool error_edges(const struct cattn_edges *side, const char *name, int64_t total) {
-    const npy_intp n = side->n_sequences + 1;
+    const int64_t n = side->n_sequences + 1;
     PyObject *shown = PyList_New(n);
-    for (npy_intp i = 0; shown != NULL && i < n; i++) {
+    for (int64_t i = 0; shown != NULL && i < n; i++) {
         PyObject *edge = PyLong_FromLongLong(side->edges[i]);
         if (edge == NULL || PyList_SetItem(shown, i, edge) < 0)
             Py_CLEAR(shown);
@@ -24,13 +24,13 @@ static bool error_edges(const struct cattn_edges *side, const char *name, int64_
 }
 
 static bool check_edges(struct cattn_edges *side, const char *name, int64_t total) {
-    const npy_intp n = side->n_sequences;
+    const int64_t n = side->n_sequences;
     bool falls = false;
-    for (npy_intp i = 0; i < n; i++)
+    for (int64_t i = 0; i < n; i++)
         falls |= side->edges[i + 1] < side->edges[i];
     if (falls || side->edges[0] != 0 || side->edges[n] != total)
         return error_edges(side, name, total);
-    for (npy_intp i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++) {
         side->lengths[i] = side->edges[i + 1] - side->edges[i];
         side->longest = side->lengths[i] > side->longest ? side->lengths[i] : side->longest;
     }
@@ -49,14 +49,14 @@ static bool read_edges(struct binding_state *state, PyObject *object, const char
         cattn_freeze((PyArrayObject *)found, name, &given);
     bool fits = given.nd == 1 && given.dims[0] > 0;
     if (!fits)
-        cattn_fail(&cattn_python_door, CATTN_WRONG_VALUE, "%s must have shape (B + 1,), got %s", name,
-                   cattn_show_shape(given.nd, given.dims).text);
+        PyErr_Format(PyExc_ValueError, "%s must have shape (B + 1,), got %s", name,
+                     cattn_show_shape(given.nd, given.dims).text);
     else if ((side->edges = PyMem_Malloc(2 * (size_t)given.dims[0] * sizeof *side->edges)) == NULL)
         fits = PyErr_NoMemory() != NULL;
     if (fits) {
         side->n_sequences = given.dims[0] - 1;
         side->lengths = side->edges + given.dims[0];
-        fits = cattn_read_integers(&cattn_python_door, &given, 0, total, CATTN_REFUSED, side->edges) &&
+        fits = cattn_read_integers(cattn_python, &given, 0, total, CATTN_REFUSED, side->edges) &&
                check_edges(side, name, total);
     }
     Py_DECREF(found);
@@ -72,9 +72,8 @@ static bool check_longest(PyObject *object, const char *name, const struct cattn
         return false;
     if (longest >= side->longest)
         return true;
-    PyErr_Format(PyExc_ValueError, "%s must be at least %lld, the longest of %s, got %lld", name,
-                 (long long)side->longest, edges, (long long)longest);
-    return false;
+    return cattn_raise(PyExc_ValueError, "%s must be at least %lld, the longest of %s, got %lld", name,
+                       (long long)side->longest, edges, (long long)longest);
 }
 
 bool cattn_packed_parse(struct binding_state *state, struct cattn_packed *packed, int64_t total_q, int64_t total_k,
@@ -120,11 +119,9 @@ bool cattn_packed_align(struct binding_state *state, const struct cattn_packed *
         if (!lower_right && !cattn_arg_is(alignment, state->upper_left))
             return cattn_error_value(alignment, "alignment must be None, 'upper_left' or 'lower_right'");
         const bool names_corner = ranges->is_causal && !ranges->bare;
-        if (names_corner && ranges->lower_right != lower_right) {
-            PyErr_Format(PyExc_ValueError, "alignment='%s' contradicts is_causal='%s': give one of them",
-                         lower_right ? "lower_right" : "upper_left", lower_right ? "upper_left" : "lower_right");
-            return false;
-        }
+        if (names_corner && ranges->lower_right != lower_right)
+            return cattn_raise(PyExc_ValueError, "alignment='%s' contradicts is_causal='%s': give one of them",
+                               lower_right ? "lower_right" : "upper_left", lower_right ? "upper_left" : "lower_right");
         ranges->lower_right = lower_right;
     }
     ranges->bare = false;
@@ -133,7 +130,7 @@ bool cattn_packed_align(struct binding_state *state, const struct cattn_packed *
 
 /* ---- the batch ---- */
 
-static void fill(struct cattn_tensor *tensor, int64_t *numbers, npy_intp n) {
+static void fill(struct cattn_tensor *tensor, int64_t *numbers, int64_t n) {
     tensor->data = numbers;
     tensor->head = tensor->row = tensor->col = 0;
     tensor->batch[0] = n != 1;
@@ -141,7 +138,7 @@ static void fill(struct cattn_tensor *tensor, int64_t *numbers, npy_intp n) {
 
 void cattn_packed_fill(const struct cattn_packed *packed, struct cattn_attention_params *params) {
     const struct cattn_edges *queries = &packed->queries, *keys = &packed->keys;
-    const npy_intp n = queries->n_sequences;
+    const int64_t n = queries->n_sequences;
     fill(&params->query_starts, queries->edges, n);
     fill(&params->ranges.query_lengths, queries->lengths, n);
     fill(&params->key_starts, keys->edges, n);

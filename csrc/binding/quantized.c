@@ -17,20 +17,28 @@ PyObject *cattn_py_are_scales(PyObject *Py_UNUSED(module), PyObject *object) {
 }
 
 /* Whether the scale has one number for each row of the array, but lacks the last axis. */
-static bool lacks_last_axis(PyArrayObject *scale, PyArrayObject *array) {
-    const int nd = PyArray_NDIM(scale);
-    bool lacks = nd > 0 && nd == PyArray_NDIM(array) - 1;
-    for (int axis = 0; lacks && axis < nd; axis++)
-        lacks = PyArray_DIM(scale, axis) == 1 || PyArray_DIM(scale, axis) == PyArray_DIM(array, axis);
+static bool lacks_last_axis(const struct cattn_array *scale, const struct cattn_array *array) {
+    bool lacks = scale->nd > 0 && scale->nd == array->nd - 1;
+    for (int axis = 0; lacks && axis < scale->nd; axis++)
+        lacks = scale->dims[axis] == 1 || scale->dims[axis] == array->dims[axis];
     return lacks;
 }
 
-bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose) {
+bool cattn_check_scale_shape(const struct cattn_array *scale, const struct cattn_array *array) {
     char meaning[32], hint[64] = "";
-    PyOS_snprintf(meaning, sizeof meaning, "the shape of %s", whose);
+    if (cattn_broadcasts(scale, array->nd, array->dims))
+        return true;
+    PyOS_snprintf(meaning, sizeof meaning, "the shape of %s", array->name);
     if (lacks_last_axis(scale, array))
-        PyOS_snprintf(hint, sizeof hint, ": for a scale of each token pass %s[..., None]", name);
-    return cattn_arg_broadcasts(scale, name, PyArray_NDIM(array), PyArray_DIMS(array), meaning, hint);
+        PyOS_snprintf(hint, sizeof hint, ": for a scale of each token pass %s[..., None]", scale->name);
+    return cattn_check_broadcast(cattn_python, scale, array->nd, array->dims, meaning, hint);
+}
+
+bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose) {
+    struct cattn_array frozen, frozen_scale;
+    cattn_freeze(array, whose, &frozen);
+    cattn_freeze(scale, name, &frozen_scale);
+    return cattn_check_scale_shape(&frozen_scale, &frozen);
 }
 
 bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,

@@ -9,7 +9,7 @@ struct call {
     PyArrayObject *x, *positions; /* owned; positions may be NULL, else float64 and contiguous */
     struct cattn_output output;
     int type, nd; /* of x; nd is at least 2 */
-    npy_intp dims[NPY_MAXDIMS];
+    int64_t dims[NPY_MAXDIMS];
 };
 
 /* Dtype and strides are taken right after the shape: what follows may run Python code, which might change the array. */
@@ -20,10 +20,8 @@ static bool parse_x(struct call *call, PyObject *object) {
     if (call->x == NULL)
         return false;
     const int nd = call->nd = PyArray_NDIM(call->x);
-    if (nd < 2) {
-        PyErr_Format(PyExc_ValueError, "x must have at least 2 dimensions (..., T, D), got %d", nd);
-        return false;
-    }
+    if (nd < 2)
+        return cattn_raise(PyExc_ValueError, "x must have at least 2 dimensions (..., T, D), got %d", nd);
     cattn_take_dims(call->dims, call->x);
     call->type = PyArray_TYPE(call->x);
     params->dtype = cattn_arg_dtype(call->type);
@@ -46,27 +44,24 @@ static bool parse_x(struct call *call, PyObject *object) {
 
 /* Always false. */
 static bool error_positions(const struct call *call) {
-    const npy_intp tokens = call->dims[call->nd - 2];
+    const int64_t tokens = call->dims[call->nd - 2];
     const int nd = PyArray_NDIM(call->positions);
-    const npy_intp *dims = PyArray_DIMS(call->positions);
-    const bool swapped = nd > 0 && call->nd > 2 && dims[nd - 1] != tokens && dims[nd - 1] == call->dims[call->nd - 3];
-    PyObject *shape = cattn_shape_tuple(nd, dims), *own = cattn_shape_tuple(call->nd, call->dims);
-    if (shape != NULL && own != NULL)
-        PyErr_Format(PyExc_ValueError,
-                     "positions has shape %R, which does not fit x's %R: pass one for each of the %zd tokens, shape "
-                     "(%zd,), or (*lead, %zd) with the leading axes of x, with or without its axis -3 (heads)%s",
-                     shape, own, (Py_ssize_t)tokens, (Py_ssize_t)tokens, (Py_ssize_t)tokens,
-                     swapped ? "; if x is (..., tokens, heads, head_dim), pass x.swapaxes(-3, -2)" : "");
-    Py_XDECREF(shape);
-    Py_XDECREF(own);
-    return false;
+    const int64_t last = nd > 0 ? PyArray_DIM(call->positions, nd - 1) : tokens;
+    const bool swapped = call->nd > 2 && last != tokens && last == call->dims[call->nd - 3];
+    return cattn_raise(PyExc_ValueError,
+                       "positions has shape %s, which does not fit x's %s: pass one for each of the %lld tokens, shape "
+                       "%s, or (*lead, %lld) with the leading axes of x, with or without its axis -3 (heads)%s",
+                       cattn_shape_of(call->positions).text, cattn_show_shape(call->nd, call->dims).text,
+                       (long long)tokens, cattn_show_shape(1, &tokens).text, (long long)tokens,
+                       swapped ? "; if x is (..., tokens, heads, head_dim), pass x.swapaxes(-3, -2)" : "");
 }
 
 /* Positions are (T,), or have the leading axes of x, with or without the heads; an axis of 1 is shared. */
 static bool take_positions(struct call *call) {
     struct cattn_tensor *tensor = &call->params->positions;
     const int own = PyArray_NDIM(call->positions), n_batch_dims = call->nd - 2;
-    const npy_intp *dims = PyArray_DIMS(call->positions);
+    int64_t dims[NPY_MAXDIMS];
+    cattn_take_dims(dims, call->positions);
     if (own < 1 || dims[own - 1] != call->dims[call->nd - 2] ||
         (own > 1 && own - 1 != n_batch_dims && own - 1 != n_batch_dims - 1))
         return error_positions(call);
@@ -77,7 +72,7 @@ static bool take_positions(struct call *call) {
     tensor->row = 1;
     for (int axis = 0; axis < n_batch_dims; axis++)
         tensor->batch[axis] = 0;
-    npy_intp stride = dims[own - 1];
+    int64_t stride = dims[own - 1];
     for (int axis = own - 2; axis >= 0; axis--) {
         tensor->batch[axis] = dims[axis] == 1 ? 0 : stride;
         stride *= dims[axis];
@@ -98,7 +93,7 @@ static PyArrayObject *copy_positions(PyObject *object) {
     const bool whole = PyArray_TYPE(array) == NPY_INT64;
     const int64_t most = (int64_t)CATTN_MAX_POSITION;
     double *to = PyArray_DATA(copy);
-    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+    for (int64_t i = 0; i < PyArray_SIZE(copy); i++) {
         const int64_t n = whole ? ((const int64_t *)PyArray_DATA(array))[i] : 0;
         to[i] = whole ? (double)n : ((const double *)PyArray_DATA(array))[i];
         if (n < -most || n > most || !(fabs(to[i]) <= CATTN_MAX_POSITION)) {
@@ -122,15 +117,13 @@ static bool parse_positions(struct call *call, PyObject *object) {
     if (call->positions == NULL)
         return false;
     if (!PyArray_CheckExact((PyObject *)call->positions) || PyArray_TYPE(call->positions) != NPY_DOUBLE ||
-        !PyArray_ISCARRAY(call->positions)) {
-        PyErr_SetString(PyExc_SystemError, "positions was converted to something unexpected");
-        return false;
-    }
+        !PyArray_ISCARRAY(call->positions))
+        return cattn_raise(PyExc_SystemError, "positions was converted to something unexpected");
     if (!take_positions(call))
         return false;
     const double *positions = PyArray_DATA(call->positions);
     params->length = 0;
-    for (npy_intp i = 0; i < PyArray_SIZE(call->positions); i++)
+    for (int64_t i = 0; i < PyArray_SIZE(call->positions); i++)
         if (positions[i] + 1 > params->length)
             params->length = positions[i] + 1;
     return true;
@@ -155,13 +148,11 @@ static bool parse_rotary_dim(struct call *call, PyObject *object) {
     if (params->rotary_dim % 2 == 0)
         return true;
     if (object != Py_None)
-        PyErr_Format(PyExc_ValueError, "rotary_dim must be even, because columns are rotated in pairs, got %lld",
-                     (long long)params->rotary_dim);
-    else
-        PyErr_Format(PyExc_ValueError,
-                     "x has %lld columns, but they are rotated in pairs: pass an even rotary_dim, for example %lld",
-                     (long long)params->n_cols, (long long)params->n_cols - 1);
-    return false;
+        return cattn_raise(PyExc_ValueError, "rotary_dim must be even, because columns are rotated in pairs, got %lld",
+                           (long long)params->rotary_dim);
+    return cattn_raise(PyExc_ValueError,
+                       "x has %lld columns, but they are rotated in pairs: pass an even rotary_dim, for example %lld",
+                       (long long)params->n_cols, (long long)params->n_cols - 1);
 }
 
 static bool parse_scaling(struct call *call, PyObject *object) {

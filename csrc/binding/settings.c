@@ -187,6 +187,5 @@ bool cattn_read_environment(void) {
     const char *threads = getenv("CATTN_NUM_THREADS");
     if (threads == NULL || *threads == '\0' || cattn_is_thread_count(threads))
         return true;
-    PyErr_Format(PyExc_ImportError, "CATTN_NUM_THREADS must be a positive integer, got '%s'", threads);
-    return false;
+    return cattn_raise(PyExc_ImportError, "CATTN_NUM_THREADS must be a positive integer, got '%s'", threads);
 }

@@ -191,11 +191,9 @@ static void release(struct cattn_signature *signature) {
 static bool read_signature(int which, PyObject *names, PyObject *defaults, struct cattn_signature *signature) {
     const Py_ssize_t n = PyTuple_Size(names), n_defaults = PyTuple_Size(defaults);
     const int n_positional = signature->n_positional;
-    if (n > CATTN_MOST_SLOTS || n_defaults > n || n_positional < n - n_defaults || n_positional > n) {
-        PyErr_Format(PyExc_ValueError, "%s: %zd parameters do not fit %zd defaults and %d positional parameters",
-                     KNOWN[which].method.ml_name, n, n_defaults, n_positional);
-        return false;
-    }
+    if (n > CATTN_MOST_SLOTS || n_defaults > n || n_positional < n - n_defaults || n_positional > n)
+        return cattn_raise(PyExc_ValueError, "%s: %zd parameters do not fit %zd defaults and %d positional parameters",
+                           KNOWN[which].method.ml_name, n, n_defaults, n_positional);
     signature->n_parameters = (int)n;
     signature->n_required = (int)(n - n_defaults);
     for (int slot = 0; slot < CATTN_MOST_SLOTS; slot++)

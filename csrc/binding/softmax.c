@@ -10,9 +10,9 @@ struct call {
     struct cattn_range_args ranges;
     struct cattn_output output;
     int type, axis;
-    int own_nd;     /* of x */
-    int nd;         /* at least 1: a 0-d array is one element in a row */
-    npy_intp *dims; /* of x, nd of them */
+    int own_nd;    /* of x */
+    int nd;        /* at least 1: a 0-d array is one element in a row */
+    int64_t *dims; /* of x, nd of them */
 };
 
 static bool parse_x(struct call *call, PyObject *object, const char *name) {
@@ -144,7 +144,7 @@ static PyObject *finish(struct call *call, bool parsed) {
 
 PyObject *cattn_body_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
-    npy_intp dims[NPY_MAXDIMS];
+    int64_t dims[NPY_MAXDIMS];
     struct call call = {.state = state, .params = &params, .dims = dims};
     if (!PyLong_CheckExact(args[SOFTMAX_axis])) /* the helper merges the axes into one, and calls softmax */
         return PyObject_CallFunctionObjArgs(state->softmax_axes, args[SOFTMAX_x], args[SOFTMAX_axis],
@@ -168,7 +168,7 @@ static bool parse_method(struct binding_state *state, PyObject *object, enum cat
 
 PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
-    npy_intp dims[NPY_MAXDIMS];
+    int64_t dims[NPY_MAXDIMS];
     struct call call = {.state = state, .params = &params, .dims = dims};
     if (!PyLong_CheckExact(args[MASKED_SOFTMAX_axis])) /* as softmax */
         return PyObject_CallFunctionObjArgs(
@@ -201,7 +201,7 @@ static bool run_backward(struct cattn_softmax_backward_params *params, PyArrayOb
 
 /* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. */
 static void take_inputs(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
-                        const npy_intp *dims) {
+                        const int64_t *dims) {
     cattn_clear_softmax_backward(params);
     params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
     params->n_batch_dims = nd - 1;
@@ -231,8 +231,9 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
             goto done;
     }
     const int type = cattn_arg_promote(state, inputs, 2, "grad_out and weights"), nd = PyArray_NDIM(inputs[1]);
-    npy_intp dims[NPY_MAXDIMS];
-    if (type < 0 || !cattn_check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])))
+    int64_t dims[NPY_MAXDIMS];
+    cattn_take_dims(dims, inputs[1]);
+    if (type < 0 || !cattn_arg_has_shape(inputs[0], "grad_out", "weights", nd, dims))
         goto done;
     if (type != cattn_arg_compute_type(type)) {
         PyErr_SetString(PyExc_TypeError, "weights must be float32 or float64: cattn.softmax_backward widens halves");
@@ -242,7 +243,6 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         PyErr_SetString(PyExc_ValueError, "weights must have at least 1 dimension, got 0");
         goto done;
     }
-    cattn_take_dims(dims, inputs[1]);
     take_inputs(&params, inputs, nd, dims);
     if (!cattn_arg_scale(args[2], type, &params.scale))
         goto done;
@@ -289,7 +289,7 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
         cattn_error_type("query_offset", "an int", args[CAUSAL_MASK_query_offset]);
         goto done;
     }
-    const npy_intp dims[2] = {(npy_intp)params.seqlen_q, (npy_intp)params.seqlen_k};
+    const int64_t dims[2] = {params.seqlen_q, params.seqlen_k};
     const struct cattn_range_sizes sizes = {.seqlen_q = dims[0],
                                             .seqlen_k = dims[1],
                                             .query_lengths = Py_None,

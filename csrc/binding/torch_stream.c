@@ -51,18 +51,14 @@ static bool begin(struct stream *self, struct cattn_torch_random *random, bool r
         unsigned busy = 0;
         if (atomic_compare_exchange_strong(&self->busy, &busy, now))
             break;
-        if (atomic_load(&self->owner) == my_id()) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "this TorchGenerator is drawing already; a signal handler must not use it");
-            return false;
-        }
+        if (atomic_load(&self->owner) == my_id())
+            return cattn_raise(PyExc_RuntimeError,
+                               "this TorchGenerator is drawing already; a signal handler must not use it");
         if (busy != now && replaces && atomic_compare_exchange_strong(&self->busy, &busy, now))
             break;
-        if (busy != now && busy != 0 && !replaces) {
-            PyErr_SetString(PyExc_RuntimeError, "this process was forked while another thread was drawing from this "
-                                                "TorchGenerator: seed it, or set its state");
-            return false;
-        }
+        if (busy != now && busy != 0 && !replaces)
+            return cattn_raise(PyExc_RuntimeError, "this process was forked while another thread was drawing from this "
+                                                   "TorchGenerator: seed it, or set its state");
         pause_for(pause);
         if (!cattn_check_signals())
             return false;
@@ -102,10 +98,8 @@ static bool target(PyObject *object, int type, struct cattn_torch_fill *fill) {
     const int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
     if (!PyArray_CheckExact(object) || !PyArray_CHKFLAGS(array, flags) || !PyArray_ISNOTSWAPPED(array) ||
         (type != NPY_NOTYPE ? PyArray_TYPE(array) != type
-                            : PyArray_TYPE(array) != NPY_FLOAT && PyArray_TYPE(array) != NPY_DOUBLE)) {
-        PyErr_SetString(PyExc_TypeError, "out is not an array that can be filled");
-        return false;
-    }
+                            : PyArray_TYPE(array) != NPY_FLOAT && PyArray_TYPE(array) != NPY_DOUBLE))
+        return cattn_raise(PyExc_TypeError, "out is not an array that can be filled");
     fill->out = PyArray_DATA(array);
     fill->n = PyArray_SIZE(array);
     fill->dtype = PyArray_TYPE(array) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
@@ -256,7 +250,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t n_args
         return NULL;
     }
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
-    const npy_intp fan_in = PyArray_DIM(weight, 1);
+    const int64_t fan_in = PyArray_DIM(weight, 1);
     if (fan_in > 0) {
         fills[0].high = SQRT_3 * (GAIN / sqrt((double)fan_in));
         fills[1].high = 1.0 / sqrt((double)fan_in);

@@ -25,15 +25,56 @@ struct cattn_shape_text cattn_show_shape(int nd, const int64_t *dims) {
     return shape;
 }
 
-bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_array *array, int nd, const int64_t *dims,
-                           const char *meaning, const char *hint) {
+bool cattn_broadcasts(const struct cattn_array *array, int nd, const int64_t *dims) {
     const int own = array->nd;
     bool fits = own <= nd;
     for (int back = 1; fits && back <= own; back++)
         fits = array->dims[own - back] == 1 || array->dims[own - back] == dims[nd - back];
-    return fits ||
+    return fits;
+}
+
+bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_array *array, int nd, const int64_t *dims,
+                           const char *meaning, const char *hint) {
+    return cattn_broadcasts(array, nd, dims) ||
            cattn_fail(door, CATTN_WRONG_VALUE, "%s has shape %s, which does not broadcast to %s %s%s", array->name,
-                      cattn_show_shape(own, array->dims).text, meaning, cattn_show_shape(nd, dims).text, hint);
+                      cattn_show_shape(array->nd, array->dims).text, meaning, cattn_show_shape(nd, dims).text, hint);
+}
+
+bool cattn_check_shape(const struct cattn_door *door, const struct cattn_array *array, const char *whose, int nd,
+                       const int64_t *dims) {
+    bool fits = array->nd == nd;
+    for (int axis = 0; fits && axis < nd; axis++)
+        fits = array->dims[axis] == dims[axis];
+    return fits || cattn_fail(door, CATTN_WRONG_VALUE, "%s has shape %s, %s has %s", array->name,
+                              cattn_show_shape(array->nd, array->dims).text, whose, cattn_show_shape(nd, dims).text);
+}
+
+int64_t cattn_count(int nd, const int64_t *dims) {
+    int64_t count = 1;
+    for (int axis = 0; axis < nd; axis++) {
+        if (dims[axis] == 0)
+            return 0;
+        if (count > INT64_MAX / dims[axis])
+            return -1;
+        count *= dims[axis];
+    }
+    return count;
+}
+
+/* Strides are whole elements, so the shift is exact; compilers shift negative numbers arithmetically. */
+static int64_t stride_of(const struct cattn_array *array, int axis) {
+    const int shift = array->size == 8 ? 3 : array->size == 4 ? 2 : array->size == 2 ? 1 : 0;
+    return axis >= 0 && array->dims[axis] != 1 ? array->strides[axis] >> shift : 0;
+}
+
+void cattn_view(struct cattn_tensor *tensor, const struct cattn_array *array, int n_batch_dims, int axes) {
+    int axis = array->nd;
+    tensor->data = array->data;
+    tensor->col = axes & CATTN_AXIS_COL ? stride_of(array, --axis) : 0;
+    tensor->row = axes & CATTN_AXIS_ROW ? stride_of(array, --axis) : 0;
+    tensor->head = axes & CATTN_AXIS_HEAD ? stride_of(array, --axis) : 0;
+    for (int i = n_batch_dims - 1; i >= 0; i--)
+        tensor->batch[i] = stride_of(array, --axis);
 }
 
 /* ---- elements ---- */

@@ -30,8 +30,8 @@ bool cattn_fail(const struct cattn_door *door, enum cattn_fault fault, const cha
 
 struct cattn_array {
     const char *name; /* of the argument, in messages */
-    char *data;
-    char kind; /* 'b' bool, 'i' and 'u' integers, 'f' real numbers, '?' all else */
+    char *data;       /* not NULL, even of an empty array */
+    char kind;        /* 'b' bool, 'i' and 'u' integers, 'f' real numbers, '?' all else */
     bool is_swapped;
     int size; /* bytes of an element */
     int nd;
@@ -44,9 +44,16 @@ struct cattn_shape_text {
 };
 struct cattn_shape_text cattn_show_shape(int nd, const int64_t *dims);
 
+bool cattn_broadcasts(const struct cattn_array *array, int nd, const int64_t *dims);
 /* The array must broadcast to dims; `meaning` explains the dims, and `hint` ends the message. */
 bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_array *array, int nd, const int64_t *dims,
                            const char *meaning, const char *hint);
+
+/* The array must have this shape, the shape of `whose`. */
+bool cattn_check_shape(const struct cattn_door *door, const struct cattn_array *array, const char *whose, int nd,
+                       const int64_t *dims);
+/* The product of sizes; -1: it is too large. */
+int64_t cattn_count(int nd, const int64_t *dims);
 
 /* A walk over the elements of an array in C order, in runs of n elements `stride` bytes apart. Elements that a
  * broadcast axis repeats are seen once, unless it is `repeated`. An empty array has one empty run. */
@@ -59,6 +66,45 @@ struct cattn_walk {
 void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array, bool repeated);
 /* False after the last run. */
 bool cattn_walk_next(struct cattn_walk *walk);
+
+/* A view whose last axes are (batch..., head, row, col), as far as `axes` names them. An axis that is missing or has
+ * size 1 gets stride 0. */
+enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
+void cattn_view(struct cattn_tensor *tensor, const struct cattn_array *array, int n_batch_dims, int axes);
+
+/* ---- sizes ---- */
+
+enum cattn_grouping { CATTN_GROUPS_INFERRED, CATTN_GROUPS_FORBIDDEN, CATTN_GROUPS_FORCED };
+/* The axes of a call and their sizes. */
+struct cattn_shape {
+    /* given */
+    bool tokens_first; /* arrays of query, key, value and output have (*batch, rows, H, width) */
+    bool is_packed;    /* the arrays have (rows, H, width), and are parsed as one batch entry */
+    enum cattn_grouping grouping;
+    /* found */
+    bool has_heads; /* axis -3 of the call is heads */
+    int n_batch_dims, nd;
+    int64_t kv_heads; /* of key and value, 1 without heads */
+    int64_t *dims;    /* memory of the caller; (*batch, [H], T_q, T_k); of packed sequences (1, H, total_q, total_k) */
+};
+/* For errors about heads and tokens that the arrays would not have with these two axes swapped. */
+#define CATTN_LAYOUT_HINT                                                                                              \
+    "if the arrays are (..., tokens, heads, head_dim), pass query.swapaxes(-3, -2) and so on, or layout='bthd'"
+/* inputs: query, key and value, whose data is NULL if there is none. */
+bool cattn_check_sizes(const struct cattn_door *door, const struct cattn_array *inputs, struct cattn_shape *shape,
+                       struct cattn_attention_params *params);
+/* The core must be able to count rows, elements and bytes, and a dropout its batch entries. */
+bool cattn_check_counts(const struct cattn_door *door, const struct cattn_attention_params *params);
+bool cattn_check_dropout_batch(const struct cattn_door *door, const struct cattn_attention_params *params);
+/* Larger blocks are the same as one block; the core multiplies sizes by numbers of blocks. */
+void cattn_set_block_size(struct cattn_attention_params *params, int64_t size);
+
+/* ---- numbers ---- */
+
+/* What is wrong with a number, after its name; or NULL. */
+const char *cattn_scale_fault(double scale, enum cattn_dtype dtype);
+const char *cattn_softcap_fault(double softcap, enum cattn_dtype dtype);
+const char *cattn_probability_fault(double p);
 
 /* ---- integers ---- */
 

@@ -327,6 +327,8 @@ static void fail(void *context, enum cattn_fault fault, const char *text) {
     call->error = cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s", text);
 }
 
+struct cattn_door cattn_xla_door(struct xla_call *call) { return (struct cattn_door){.context = call, .fail = fail}; }
+
 /* A buffer as the checks of call/ read it. */
 static void freeze(const struct xla_call *call, int i, struct cattn_array *array) {
     const struct xla_buffer *buffer = call->operands[i];
@@ -358,7 +360,7 @@ static void widen_reals(const struct cattn_array *array, int64_t count, double *
  * in. */
 static struct xla_error *take_numbers(struct xla_call *call, int i) {
     const enum cattn_operand_kind kind = DESCRIPTIONS[i].kind;
-    const struct cattn_door door = {.context = call, .fail = fail};
+    const struct cattn_door door = cattn_xla_door(call);
     const int64_t count = cattn_xla_count(call->operands[i]);
     struct cattn_array array;
     float wrong;

@@ -93,6 +93,9 @@ struct xla_call {
 __attribute__((format(printf, 3, 4))) struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code,
                                                                        const char *format, ...);
 
+/* For the checks of call/, whose errors become the call's. */
+struct cattn_door cattn_xla_door(struct xla_call *call);
+
 /* Reads and checks all of the frame. Returns an error or NULL; in both cases the caller clears the call. The bits of
  * `required` are the operands that the handler cannot do without, `allowed` all that it knows. */
 struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame *frame, uint64_t required,

@@ -6,7 +6,6 @@
 #include "../fp_mode.h"
 #include "call.h"
 
-#include <math.h>
 #include <string.h>
 
 #define BIT(operand) ((uint64_t)1 << XLA_##operand)
@@ -38,9 +37,7 @@ static void fill_options(const struct xla_call *call, struct cattn_attention_par
     params->seqlen_k = call->sizes['S'];
     params->head_dim = call->sizes['H'];
     params->d_v = call->sizes['D'];
-    /* larger blocks are the same as one block; the core multiplies sizes by numbers of blocks */
-    const int64_t longest = params->seqlen_q > params->seqlen_k ? params->seqlen_q : params->seqlen_k;
-    params->block_size = options->block_size <= longest ? options->block_size : longest > 0 ? longest : 1;
+    cattn_set_block_size(params, options->block_size);
     params->score_options.scale = options->scale;
     params->score_options.softcap = options->softcap;
     params->ranges.left = options->left >= 0 ? options->left : CATTN_UNBOUNDED;
@@ -80,17 +77,17 @@ static void fill_tensors(const struct xla_call *call, int64_t index, struct catt
     }
 }
 
-static struct xla_error *check_params(const struct xla_call *call, const struct cattn_attention_params *params) {
+static struct xla_error *check_params(struct xla_call *call, const struct cattn_attention_params *params) {
     const struct xla_options *options = &call->options;
-    if (!isfinite(options->scale) || !(options->softcap >= 0) || !(options->dropout_p >= 0 && options->dropout_p <= 1))
+    const struct cattn_door door = cattn_xla_door(call);
+    if (cattn_scale_fault(options->scale, call->dtype) || cattn_softcap_fault(options->softcap, call->dtype) ||
+        cattn_probability_fault(options->dropout_p))
         return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "scale %g, softcap %g or dropout_p %g is out of range",
                               options->scale, options->softcap, options->dropout_p);
-    if (!cattn_attention_counts_fit(params))
-        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "the arrays are too large");
+    if (!cattn_check_counts(&door, params) || !cattn_check_dropout_batch(&door, params))
+        return call->error;
     if (params->dropout.enabled && call->operands[XLA_dropout_seed] == NULL)
         return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "there is no dropout_seed");
-    if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31)
-        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "dropout_p: the batch is too large for dropout");
     return NULL;
 }
 
@@ -104,7 +101,7 @@ static struct xla_error *error_from(const struct xla_frame *frame, enum cattn_st
 
 /* The numbers of a dropout count from the batch entry: every index of the leading axes has a seed and a call of its
  * own, so that vmap gives what a loop would. */
-static struct xla_error *run(const struct xla_call *call, struct cattn_backward_params *params,
+static struct xla_error *run(struct xla_call *call, struct cattn_backward_params *params,
                              enum cattn_status (*compute)(const struct xla_call *, int64_t,
                                                           struct cattn_backward_params *)) {
     struct cattn_attention_params *forward = &params->forward;

@@ -180,8 +180,22 @@ def test_attention_backward_of_a_bias_that_changes_its_shape(
     query, key, value = attended
     result = cattn.scaled_dot_product_attention(query, key, value, bias=square, return_lse=True)
     given = query, key, value, result.out, result.lse
-    with pytest.raises(ValueError, match="cannot reshape"):  # the gradient has the old shape, bias the new one
-        cattn.attention_backward(ShapeChanger(value, square, 2, T * T // 2), *given, bias=square)
+    right = cattn.attention_backward(value, *given, bias=square)
+    found = cattn.attention_backward(ShapeChanger(value, square, 2, T * T // 2), *given, bias=square)
+    assert square.shape == (2, T * T // 2)
+    assert contents(found) == contents(right)
+
+
+@pytest.mark.promise("shapes that change")
+def test_a_tangent_has_the_shape_that_its_input_had(attended: Iterator[np.ndarray]) -> None:
+    query, key, value = attended
+    right = cattn.attention_jvp(query, key, value, query_tangent=value, key_tangent=key, value_tangent=query)
+    saved = query.copy()
+    found = cattn.attention_jvp(
+        query, key, value, query_tangent=ShapeChanger(value, query, T * 4, 2), key_tangent=key, value_tangent=saved
+    )
+    assert query.shape == (T * 4, 2)
+    assert contents(found) == contents(right)
 
 
 def test_unregistered_dtypes_are_refused() -> None:
