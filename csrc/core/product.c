@@ -1,7 +1,7 @@
 /* product.c -- the driver of products of two matrices.
  *
- * A task is a block of rows of one operand, which it packs, against a range of rows of the other one, which it reads
- * where they lie. No element of the result depends on which operand is packed, nor on the tasks.
+ * A task is a block of rows of one operand, B, which it packs, against a range of rows of the other one, A, which it
+ * reads where they lie, or packs too. No element of the result depends on which operand is packed, nor on the tasks.
  */
 #include "dispatch.h"
 #include "parallel.h"
@@ -10,13 +10,14 @@
 
 /* Fewer multiply-adds are not worth a second thread. */
 #define PARALLEL_WORK 200000.0
-/* Bytes of packed rows of a task at most; they may be larger than a cache, which reads them in order. */
-#define PACKED_BYTES (16 << 20)
-/* Bytes from which on B is packed slab by slab: a sum may be longer than memory, and pages that are given back take
- * time, too. */
+/* Bytes from which on few rows of B are packed slab by slab: a sum may be longer than memory, and pages that are given
+ * back take time, too. */
 #define BY_SLABS ((size_t)64 << 20)
 /* Tasks for each thread, so that no thread waits long for the last one. */
 #define TASKS_PER_THREAD 4
+/* Rows of A of a task: at least, and at most, because their sums are read and written for each slab. */
+#define LEAST_ROWS 96
+#define MOST_ROWS 768
 /* With few rows of B: elements of A in a task. */
 #define FEW_ELEMENTS 65536
 /* Memory bounds the length of a sum, but not of arrays that repeat one element (stride 0). Within this limit,
@@ -27,6 +28,8 @@ struct product_job {
     struct cattn_product_params p; /* a is read in place, b is packed */
     const struct cattn_kernels *kernels;
     bool few, by_slabs;
+    bool packs_a;               /* tasks with enough rows of B do */
+    bool sums_in_place;         /* as cattn_sums_in_place */
     int64_t b_rows, a_rows;     /* of a task */
     int64_t b_blocks, a_blocks; /* of a pair of matrices */
     size_t scratch_size;
@@ -56,10 +59,12 @@ static bool lies_in_rows(const struct cattn_product_params *p, const struct catt
     return (operand->storage == CATTN_STORED_PLAIN || p->bf16_products) && operand->col == 1;
 }
 
-static bool should_swap(const struct cattn_product_params *p) {
+static bool should_swap(const struct cattn_product_params *p, bool packs_both) {
     const bool few_a = p->n_a <= CATTN_FEW_ROWS, few_b = p->n_b <= CATTN_FEW_ROWS;
     if (few_a != few_b) /* the larger matrix is read once */
         return few_a;
+    if (packs_both && (p->out_a == 1) != (p->out_b == 1)) /* rows of the result are lanes */
+        return p->out_a == 1;
     if (lies_in_rows(p, &p->a) != lies_in_rows(p, &p->b))
         return lies_in_rows(p, &p->b);
     return p->n_a < p->n_b;
@@ -67,26 +72,38 @@ static bool should_swap(const struct cattn_product_params *p) {
 
 /* ---- tasks ---- */
 
-static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
+static bool copies_a(const struct product_job *job) {
+    return job->packs_a || (job->p.a.col != 1 && !job->p.bf16_products);
+}
+
+static bool converts(const struct cattn_product_params *p) {
+    return p->bf16_products || p->a.storage != CATTN_STORED_PLAIN || p->b.storage != CATTN_STORED_PLAIN;
+}
+
+static void lay_out_few(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
     /* tables of tiles pack few rows as numbers, as many as there may be */
-    const size_t few_rows = job->p.bf16_products == CATTN_BF16_TILES ? 2 * (size_t)CATTN_FEW_ROWS : (size_t)job->p.n_b;
-    const size_t packed_rows = job->few ? few_rows : (size_t)job->b_rows;
+    const size_t rows = job->p.bf16_products == CATTN_BF16_TILES ? 2 * (size_t)CATTN_FEW_ROWS : (size_t)job->p.n_b;
     const size_t cols = (size_t)cattn_round_up(count_terms(&job->p), CATTN_PRODUCT_CHAINS);
     const size_t chains_of_rows =
         (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
     const size_t chains_of_columns = (size_t)CATTN_FEW_COLUMNS * (CATTN_PRODUCT_CHAINS + 1);
-    const size_t few_sums = chains_of_rows > chains_of_columns ? chains_of_rows : chains_of_columns;
-    const size_t sums = job->few ? few_sums : (size_t)CATTN_PRODUCT_ROWS * CATTN_PRODUCT_LANES;
-    const size_t converted = job->few ? CATTN_PRODUCT_CHAINS : CATTN_PRODUCT_LANES;
-    const bool pairs = job->p.bf16_products;
-    const bool converts = pairs || job->p.a.storage != CATTN_STORED_PLAIN || job->p.b.storage != CATTN_STORED_PLAIN;
-    const bool copies = job->p.a.col != 1 && !pairs;
+    const size_t sums = chains_of_rows > chains_of_columns ? chains_of_rows : chains_of_columns;
     const size_t packed = job->by_slabs ? (size_t)CATTN_FEW_SLABS * CATTN_SLAB_TERMS : cols;
-    product->packed = cattn_carve(arena, packed_rows * packed * element);
+    product->packed = cattn_carve(arena, rows * packed * element);
     product->sums = cattn_carve(arena, sums * element);
-    product->a_copy = cattn_carve(arena, copies ? CATTN_PRODUCT_ROWS * slab : 0);
-    product->converted = cattn_carve(arena, converts ? converted * slab : 0);
+    product->a_copy = cattn_carve(arena, copies_a(job) ? CATTN_PRODUCT_CHAINS * slab : 0);
+    product->converted = cattn_carve(arena, converts(&job->p) ? CATTN_PRODUCT_CHAINS * slab : 0);
+}
+
+static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
+    const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
+    const size_t b_rows = (size_t)job->b_rows, a_rows = (size_t)CATTN_PRODUCT_ROWS;
+    const size_t sums = (size_t)job->a_rows * (size_t)CATTN_PRODUCT_SUMS_ROW(job->b_rows);
+    product->packed = cattn_carve(arena, b_rows * slab);
+    product->sums = cattn_carve(arena, job->sums_in_place ? 0 : sums * element);
+    product->a_copy = cattn_carve(arena, copies_a(job) ? a_rows * slab : 0);
+    product->converted = cattn_carve(arena, converts(&job->p) ? (b_rows > a_rows ? b_rows : a_rows) * slab : 0);
     product->edge = cattn_carve(arena, CATTN_PRODUCT_EDGE * slab);
 }
 
@@ -103,6 +120,15 @@ static struct cattn_matrix matrix_of(const struct cattn_operand *from, enum catt
     if (cattn_is_quantized(from->storage))
         matrix.scale = from->scale + batch * from->scale_batch + row * from->scale_row;
     return matrix;
+}
+
+static void run_few(const struct product_job *job, struct cattn_product *product, int64_t a, int64_t end,
+                    struct cattn_worker *worker) {
+    const int64_t most = job->p.a.row == 1 ? CATTN_FEW_COLUMNS / job->p.n_b : CATTN_PRODUCT_ROWS;
+    if (!job->by_slabs)
+        job->kernels->product_pack_few(product);
+    for (; a < end && !cattn_should_stop(worker); a += most)
+        job->kernels->product_few(product, a, (int)cattn_min(most, end - a));
 }
 
 static void product_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -130,40 +156,47 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     if (p->bias)
         product.bias = (const char *)p->bias + (batch * p->bias_batch + b_first * p->bias_b) * element;
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
-    lay_out(job, &product, &arena);
-    if (!job->few && job->kernels->tiles_begin)
-        job->kernels->tiles_begin();
-    if (!job->by_slabs)
-        (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
-    const int64_t most = job->few && p->a.row == 1 ? CATTN_FEW_COLUMNS / p->n_b : CATTN_PRODUCT_ROWS;
-    for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += most) {
-        const int n_rows = (int)cattn_min(most, a_end - a);
-        (job->few ? job->kernels->product_few : job->kernels->product_tile)(&product, a, n_rows);
+    (job->few ? lay_out_few : lay_out)(job, &product, &arena);
+    if (job->few)
+        run_few(job, &product, a_first, a_end, worker);
+    else {
+        if (job->kernels->tiles_begin)
+            job->kernels->tiles_begin();
+        job->kernels->product_tile(&product, a_first, a_end - a_first);
+        if (job->kernels->tiles_end)
+            job->kernels->tiles_end();
     }
-    if (!job->few && job->kernels->tiles_end)
-        job->kernels->tiles_end();
+}
+
+/* Rows of B of a task: even blocks. Where rows of A are packed too, a block has more rows, unless there were too few
+ * tasks then: square ones pack least. */
+static int64_t rows_of_b(const struct product_job *job, int64_t wanted) {
+    const struct cattn_product_params *p = &job->p;
+    int64_t most = job->packs_a ? CATTN_PRODUCT_MANY_LANES : CATTN_PRODUCT_LANES;
+    while (most > CATTN_PRODUCT_LANES &&
+           p->n_batch * cattn_ceil_div(p->n_b, most) * cattn_ceil_div(p->n_a, most) < wanted)
+        most -= CATTN_PAD;
+    return cattn_round_up(cattn_ceil_div(p->n_b, cattn_ceil_div(p->n_b, most)), CATTN_PAD);
 }
 
 /* Cuts both operands into blocks. */
 static void cut(struct product_job *job) {
     const struct cattn_product_params *p = &job->p;
-    const int64_t element = (int64_t)cattn_element_size(p->dtype);
-    const int64_t row_bytes = cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS) * element;
-    const int64_t fitting = PACKED_BYTES / (row_bytes + 1) / CATTN_PAD * CATTN_PAD;
-    const int64_t most = fitting < CATTN_PAD ? CATTN_PAD : cattn_min(fitting, CATTN_PRODUCT_LANES);
-    job->few = p->n_b <= CATTN_FEW_ROWS;
-    job->b_rows = job->few ? p->n_b : cattn_round_up(cattn_ceil_div(p->n_b, cattn_ceil_div(p->n_b, most)), CATTN_PAD);
+    const int64_t wanted = p->num_threads > 1 ? TASKS_PER_THREAD * (int64_t)p->num_threads : 1;
+    const size_t row_bytes =
+        (size_t)cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS) * cattn_element_size(p->dtype);
+    job->sums_in_place = p->out_storage == CATTN_STORED_PLAIN && p->out_b == 1 && p->bf16_products != CATTN_BF16_TILES;
+    job->b_rows = job->few ? p->n_b : rows_of_b(job, wanted);
     job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
-    job->by_slabs = (size_t)job->b_rows * (size_t)row_bytes > BY_SLABS;
-    const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : CATTN_PRODUCT_ROWS;
-    const int64_t wanted = job->p.num_threads > 1 ? TASKS_PER_THREAD * (int64_t)job->p.num_threads : 1;
-    const int64_t pieces = cattn_ceil_div(wanted, job->b_blocks * p->n_batch);
-    const int64_t each = cattn_ceil_div(p->n_a, pieces);
-    job->a_rows = cattn_round_up(each < least ? least : each, CATTN_PRODUCT_ROWS);
+    job->by_slabs = job->few && (size_t)p->n_b * row_bytes > BY_SLABS;
+    const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : LEAST_ROWS;
+    const int64_t each = cattn_ceil_div(p->n_a, cattn_ceil_div(wanted, job->b_blocks * p->n_batch));
+    const int64_t most = job->few ? INT64_MAX - LEAST_ROWS : MOST_ROWS;
+    job->a_rows = cattn_round_up(cattn_min(most, each < least ? least : each), LEAST_ROWS);
     job->a_blocks = cattn_ceil_div(p->n_a, job->a_rows);
     struct cattn_product unused;
     struct cattn_arena count = cattn_arena(NULL, 0, false);
-    lay_out(job, &unused, &count);
+    (job->few ? lay_out_few : lay_out)(job, &unused, &count);
     job->scratch_size = count.used;
 }
 
@@ -174,13 +207,16 @@ enum cattn_status cattn_product(const struct cattn_product_params *params) {
     if (params->depth > MOST_TERMS)
         return CATTN_NO_MEMORY;
     struct product_job job = {.p = *params};
-    if (should_swap(params))
+    const struct cattn_kernel_pair pairs = cattn_bf16_kernels(params->bf16_products);
+    const struct cattn_kernels *tiles = params->bf16_products ? pairs.tiles : cattn_kernels_for(params->dtype);
+    if (should_swap(params, cattn_min(params->n_a, params->n_b) >= tiles->product_packs_from))
         swap_operands(&job.p);
+    job.packs_a = job.p.n_b >= tiles->product_packs_from;
+    job.few = job.p.n_b <= CATTN_FEW_ROWS;
+    job.kernels = params->bf16_products && job.few ? pairs.few : tiles;
     if ((double)params->n_batch * (double)params->n_a * (double)params->n_b * (double)params->depth < PARALLEL_WORK)
         job.p.num_threads = 1;
     cut(&job);
-    const struct cattn_kernel_pair pairs = cattn_bf16_kernels(params->bf16_products);
-    job.kernels = !params->bf16_products ? cattn_kernels_for(params->dtype) : job.few ? pairs.few : pairs.tiles;
     const int64_t n_tasks = params->n_batch * job.b_blocks * job.a_blocks;
     return cattn_parallel_for(n_tasks, job.p.num_threads, job.scratch_size, product_task, &job, &params->poll);
 }

@@ -163,7 +163,7 @@ static void sum_bias_rows(const struct tile *t, const struct cattn_backward *b) 
     for (int i = 0; i < LANES; i++)
         ones[i] = 1;
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
-        vf acc[MR][NR];
+        vf acc[MR][WIDEST];
         /* not the padding rows of the last vector: their weight is 0, but their dS may be 0 * NaN */
         dot_tile(MR, 1, 0, b->scores.n_rows, (const real *)b->grads.scratch.score + k * CATTN_TILE_ROWS,
                  CATTN_TILE_ROWS, 1, ones, 0, acc);
@@ -247,7 +247,7 @@ static vf sum_over_queries_visible(const struct tile *t, const struct query_sum 
  * ALL_CHAINS unless some are missing. */
 INLINE void sum_over_queries_tile(int mr, int nr, const struct tile *t, const struct query_sum *q, unsigned chains,
                                   int k, int64_t c, int first, int last) {
-    vf sum[MR][NR];
+    vf sum[MR][WIDEST];
     const real *weights = q->weights + k * CATTN_TILE_ROWS + first, *from = q->rows + first * q->stride + c;
     if (chains == ALL_CHAINS)
         dot_tile(mr, nr, first, last, weights, CATTN_TILE_ROWS, 1, from, q->stride, sum);

@@ -212,13 +212,13 @@ INLINE vu load_pairs(enum cattn_storage storage, const void *base, int64_t i, in
 
 INLINE int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 
-INLINE void clear_tile(int mr, int nr, vf sum[MR][NR]) {
+INLINE void clear_tile(int mr, int nr, vf sum[MR][WIDEST]) {
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             sum[m][n] = vf_set1(0);
 }
 
-INLINE void keep_tile(int mr, int nr, vf sum[MR][NR]) {
+INLINE void keep_tile(int mr, int nr, vf sum[MR][WIDEST]) {
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             keep_sum(&sum[m][n]);
@@ -257,7 +257,7 @@ static void pack_values(const struct cattn_matrix *value, int64_t begin, int64_t
 
 /* Adds n pairs to the sums of a micro-tile; as micro_tile, with strides in bfloat16. */
 INLINE void add_pairs(int mr, int nr, int64_t n, const uint16_t *a, int64_t a_row, int64_t a_col, const uint16_t *b,
-                      int64_t b_row, vf sum[MR][NR]) {
+                      int64_t b_row, vf sum[MR][WIDEST]) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < n; k++) {
         vu b_k[NR];
@@ -273,7 +273,7 @@ INLINE void add_pairs(int mr, int nr, int64_t n, const uint16_t *a, int64_t a_ro
 
 /* The sums of n pairs. */
 INLINE void micro_tile(int mr, int nr, int64_t n, const uint16_t *a, int64_t a_row, int64_t a_col, const uint16_t *b,
-                       int64_t b_row, vf sum[MR][NR]) {
+                       int64_t b_row, vf sum[MR][WIDEST]) {
     clear_tile(mr, nr, sum);
     products_begin();
     add_pairs(mr, nr, n, a, a_row, a_col, b, b_row, sum);
@@ -362,7 +362,8 @@ static struct source key_rows(const struct cattn_rows *rows, struct source key, 
 }
 
 /* Scaled scores of mr keys and nr vectors of queries from vector v on. Adding 0 turns -0 into +0. */
-INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v, struct source key, vf score[MR][NR]) {
+INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v, struct source key,
+                           vf score[MR][WIDEST]) {
     const int64_t n_pairs = pairs_of(rows->call.head_dim);
     const vf scale = vf_set1((real)rows->call.score_options.scale);
     const uint16_t *query = rows->scratch.packed_query;
@@ -375,7 +376,7 @@ INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v,
 
 /* P V of the keys begin .. end-1, which are whole pairs, without the chains that are missing. */
 INLINE void value_products(int mr, int nr, const struct cattn_rows *rows, unsigned chains, int r, struct key_half keys,
-                           struct source value, vf sum[MR][NR]) {
+                           struct source value, vf sum[MR][WIDEST]) {
     const int64_t row = 2 * CATTN_TILE_ROWS;
     const uint16_t *weights = (const uint16_t *)rows->scratch.score + 2 * r;
     clear_tile(mr, nr, sum);

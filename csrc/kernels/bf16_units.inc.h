@@ -240,7 +240,7 @@ INLINE_UNLESS_QUICK vf add_term(vf a, vf b, vf chain) { return flushed_fma(a, b,
 
 /* One chain of each sum of a micro-tile: the even (0) or odd (1) elements of the pairs of B. */
 INLINE void unit_chain(int mr, int nr, int odd, const real *a, int64_t a_row, const uint16_t *b, int64_t b_row,
-                       vf chain[MR][NR]) {
+                       vf chain[MR][WIDEST]) {
     clear_tile(mr, nr, chain);
 #pragma GCC unroll 2
     for (int p = 0; p < TILE; p++) {
@@ -260,7 +260,7 @@ INLINE void unit_tile(int mr, int nr, bool adds, const struct unit *u, int r, in
     const real *a = (const real *)u->left + r * u->left_row;
     const uint16_t *b = u->right + 2 * l;
     real *to = u->sum + r * u->sum_row + l;
-    vf sum[MR][NR], first[MR][NR], second[MR][NR];
+    vf sum[MR][WIDEST], first[MR][WIDEST], second[MR][WIDEST];
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             sum[m][n] = adds ? vf_loadu(to + m * u->sum_row + n * LANES) : vf_set1(0);

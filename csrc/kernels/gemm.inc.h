@@ -12,6 +12,15 @@
 
 #define PANEL (NR * LANES) /* width of a packed panel */
 
+/* Micro-tiles of products of two matrices, and the rows of B from which on rows of A are packed; a table may define
+ * other ones than in attention. */
+#ifndef PRODUCT_MR
+#define PRODUCT_MR SCORE_MR
+#define PRODUCT_NR NR
+#define PRODUCT_PACKS_FROM INT64_MAX
+#endif
+#define WIDEST (PRODUCT_NR > NR ? PRODUCT_NR : NR) /* vectors of the widest micro-tile */
+
 /* Tiles are `tallest` rows high. At the edges they are 8 or 4 rows high, so that few unused rows are computed. */
 INLINE int tile_height(int tallest, int64_t n_rows) {
     return tallest > 4 && n_rows <= 4 ? 4 : tallest > 8 && n_rows <= 8 ? 8 : tallest;
@@ -47,7 +56,7 @@ INLINE int tile_height(int tallest, int64_t n_rows) {
 #endif
 
 /* Whether every element of a tile is finite: x * 0 is NaN otherwise. Four sums, so that the FMAs overlap. */
-INLINE bool tile_is_finite(int mr, int nr, vf tile[MR][NR]) {
+INLINE bool tile_is_finite(int mr, int nr, vf tile[MR][WIDEST]) {
     vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
     UNROLLED(m, mr)
         UNROLLED(n, nr)
@@ -60,7 +69,7 @@ INLINE int64_t chain_end(int64_t term, int64_t end) {
     return min64(end, (term / CATTN_CHAIN_TERMS + 1) * CATTN_CHAIN_TERMS);
 }
 
-INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
+INLINE void add_tile(int mr, int nr, vf sum[MR][WIDEST], vf chain[MR][WIDEST]) {
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             sum[m][n] = sum[m][n] + chain[m][n];
@@ -75,13 +84,13 @@ INLINE void products_end(void) {}
 /* mr and nr are constants after inlining. Set the accumulators one by one and unroll every loop over them: with `= {0}`
  * or a plain loop GCC keeps them in memory instead of registers. */
 INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
-                       int64_t b_row, vf acc[MR][NR]) {
+                       int64_t b_row, vf acc[MR][WIDEST]) {
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             acc[m][n] = vf_set1(0);
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k++) {
-        vf b_k[NR];
+        vf b_k[WIDEST];
         UNROLLED(n, nr)
             b_k[n] = vf_loadu(b + k * b_row + n * LANES);
         UNROLLED(m, mr) {
@@ -97,9 +106,9 @@ INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_r
  * costs less than the loads of smaller tiles. Whole chains have calls of their own because a constant length is faster.
  */
 INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, int64_t a_row, int64_t a_col,
-                     const real *b, int64_t b_row, vf sum[MR][NR]) {
+                     const real *b, int64_t b_row, vf sum[MR][WIDEST]) {
     const int64_t terms = CATTN_CHAIN_TERMS, n = chain_end(begin, end) - begin, depth = end - begin;
-    vf chain[MR][NR];
+    vf chain[MR][WIDEST];
     if (n == terms)
         micro_tile(mr, nr, terms, a, a_row, a_col, b, b_row, sum);
     else
@@ -117,8 +126,8 @@ INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, 
 
 /* dot_tile without the chains that are missing in a bit set. The terms of those are +0 times a finite number. */
 INLINE void dot_chains(int mr, int nr, unsigned chains, int64_t begin, int64_t end, const real *a, int64_t a_row,
-                       int64_t a_col, const real *b, int64_t b_row, vf sum[MR][NR]) {
-    vf chain[MR][NR];
+                       int64_t a_col, const real *b, int64_t b_row, vf sum[MR][WIDEST]) {
+    vf chain[MR][WIDEST];
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             sum[m][n] = vf_set1(0);
@@ -218,7 +227,8 @@ static struct source value_run(const struct cattn_rows *rows, struct source valu
 }
 
 /* Scaled scores of mr keys and nr vectors of queries from vector v on: the scale is in the packed queries. */
-INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v, struct source key, vf score[MR][NR]) {
+INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v, struct source key,
+                           vf score[MR][WIDEST]) {
     const int64_t depth = rows->call.head_dim;
     dot_tile(mr, nr, 0, depth, key.first, key.row, 1,
              (const real *)rows->scratch.packed_query + v / NR * depth * PANEL + v % NR * LANES, PANEL, score);
@@ -226,7 +236,7 @@ INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v,
 
 /* P V of the keys begin .. end-1. `chains` is the constant ALL_CHAINS unless some are missing. */
 INLINE void value_products(int mr, int nr, const struct cattn_rows *rows, unsigned chains, int r, struct key_half keys,
-                           struct source value, vf sum[MR][NR]) {
+                           struct source value, vf sum[MR][WIDEST]) {
     const real *weights = (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r;
     if (chains == ALL_CHAINS)
         dot_tile(mr, nr, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, sum);

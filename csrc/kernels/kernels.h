@@ -48,9 +48,11 @@
  * their number. */
 #define CATTN_SLAB_TERMS 512
 #define CATTN_PRODUCT_CHAINS 16
-/* Rows of A that are computed together, and most rows of B of a task; multiples of every panel and square. */
-#define CATTN_PRODUCT_ROWS 96
+/* Rows of A that are computed together, and most rows of B of a task; multiples of every square. More rows of B are
+ * worth their place if rows of A are packed for them. */
+#define CATTN_PRODUCT_ROWS 192
 #define CATTN_PRODUCT_LANES 192
+#define CATTN_PRODUCT_MANY_LANES 384
 /* Slabs whose chains are kept before they are added, with few rows of B. */
 #define CATTN_FEW_SLABS 8
 /* With few rows of B: rows of A that lie side by side, times rows of B, whose chains are computed together. Long pieces
@@ -427,13 +429,14 @@ struct cattn_activation_row {
 /* C[i][j] = the sum over d of A[i][d] * B[j][d], plus a bias: a task's part of a product of two matrices. A driver
  * calls
  *
- *     product_pack | product_pack_few    once: packs B, unless it is packed by slabs
- *       product_tile | product_few       for some rows of A: computes and writes their part of C
+ *     product_tile           with more than CATTN_FEW_ROWS rows of B
+ *     product_pack_few       with fewer: packs B, unless it is packed by slabs
+ *       product_few          for some rows of A
  *
- * The functions named `few` serve up to CATTN_FEW_ROWS rows of B. */
+ * product_tile and product_few compute and write the part of C of some rows of A. */
 struct cattn_product {
     struct cattn_stop stop;
-    bool by_slabs; /* B is too long to be packed as a whole: the kernels pack each slab anew for some rows of A */
+    bool by_slabs; /* few rows: B is too long to be packed as a whole; each slab is packed anew for some rows of A */
     struct cattn_matrix a, b; /* rows of n_cols = depth columns, any strides */
     int64_t depth, n_b;
     /* element (i, j) of C is at i * out_a + j * out_b; the bias at i * bias_a + j * bias_b, in the table's own type */
@@ -443,12 +446,19 @@ struct cattn_product {
     const void *bias; /* or NULL */
     int64_t bias_a, bias_b;
     /* scratch */
-    void *packed;    /* by slabs: CATTN_FEW_SLABS of them */
-    void *sums;      /* [CATTN_PRODUCT_ROWS][CATTN_PRODUCT_LANES], or the chains and sums of few rows */
-    void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise */
+    void *packed;    /* a slab of B; few rows: all of B, or CATTN_FEW_SLABS slabs */
+    void *sums;      /* [row of A][CATTN_PRODUCT_SUMS_ROW] unless they rest in C; or the chains and sums of few rows */
+    void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise, or are packed */
     void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage, or terms of pairs */
     void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
 };
+
+#define CATTN_PRODUCT_SUMS_ROW(n_b) cattn_round_up(n_b, CATTN_PAD)
+
+/* Whether sums rest in C: its rows are lanes, and its elements have the table's own type. */
+static inline bool cattn_sums_in_place(const struct cattn_product *product) {
+    return product->out_storage == CATTN_STORED_PLAIN && product->out_b == 1;
+}
 
 /* The elements of a row of packed keys or values. */
 static inline int64_t cattn_packed_key_cols(enum cattn_bf16_products products, int64_t n_cols) {
@@ -517,10 +527,10 @@ struct cattn_kernels {
     void (*rope_frequencies)(int64_t n, double step_high, double step_low, double *frequencies);
     void (*rope_angles)(const struct cattn_rope_angles *angles);
     void (*rope_rows)(const struct cattn_rope_rows *rows);
-    void (*product_pack)(struct cattn_product *product);
     void (*product_pack_few)(struct cattn_product *product);
-    /* n_rows rows of A from `first` on, at most CATTN_PRODUCT_ROWS; product_few: or at most CATTN_FEW_COLUMNS */
-    void (*product_tile)(struct cattn_product *product, int64_t first, int n_rows);
+    /* n_rows rows of A from `first` on; product_few: at most CATTN_PRODUCT_ROWS or CATTN_FEW_COLUMNS */
+    void (*product_tile)(struct cattn_product *product, int64_t first, int64_t n_rows);
+    int64_t product_packs_from; /* rows of B from which on product_tile packs rows of A */
     void (*product_few)(struct cattn_product *product, int64_t first, int n_rows);
     void (*norm_row)(const struct cattn_norm_row *row);
     void (*norm_gradient)(const struct cattn_norm_gradient *row);

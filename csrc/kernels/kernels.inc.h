@@ -68,15 +68,17 @@
 #endif
 
 _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile consists of whole panels");
+_Static_assert(NR <= 2, "AT_SIZE computes a whole panel or one vector");
+_Static_assert(PRODUCT_PACKS_FROM == INT64_MAX || LANES % PRODUCT_MR == 0, "packed rows of A are whole micro-tiles");
 _Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile consists of whole micro-tiles");
 _Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block consists of whole micro-tiles");
 _Static_assert(CATTN_CHAIN_TERMS % LANES == 0, "the row path's tiles of K end where chains end");
 _Static_assert(CATTN_HALF_BLOCK % 2 == 0 && CATTN_CHAIN_TERMS % 2 == 0 && CATTN_SUM_CHAINS % 2 == 0, "whole pairs");
 _Static_assert(CATTN_PRODUCT_CHAINS % LANES == 0, "a vector holds terms of as many chains");
-_Static_assert(CATTN_PRODUCT_LANES % (NR * LANES) == 0, "the rows of B are whole panels");
-_Static_assert(SCORE_MR <= CATTN_PRODUCT_EDGE, "the copies at the edge hold a micro-tile");
+_Static_assert(CATTN_PRODUCT_LANES % LANES == 0 && CATTN_PRODUCT_ROWS % LANES == 0, "blocks are whole vectors");
+_Static_assert(PRODUCT_MR <= MR && PRODUCT_MR <= CATTN_PRODUCT_EDGE, "arrays hold the micro-tiles of products");
 _Static_assert(CATTN_BLOCK_KEYS % 64 == 0, "a key block starts at a run of Philox counters");
-_Static_assert(CATTN_PAD % (NR * LANES) == 0 || (NR * LANES) % CATTN_PAD == 0, "padding holds whole panels");
+_Static_assert(CATTN_PAD % (NR * LANES) == 0, "padding holds whole panels");
 
 #define PASTE_(isa, bits) cattn_kernels_##isa##_##bits
 #define PASTE(isa, bits) PASTE_(isa, bits)
@@ -111,9 +113,9 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .dropout_mask_row = dropout_mask_row,
     .widen_row = widen_row,
     .narrow_row = narrow_row,
-    .product_pack = product_pack,
     .product_pack_few = product_pack_few,
     .product_tile = product_tile,
+    .product_packs_from = PRODUCT_PACKS_FROM,
     .product_few = product_few,
 #ifdef BF16_TILES
     .chunk_end = chunk_end,

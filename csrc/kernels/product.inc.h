@@ -4,92 +4,187 @@
  * index c mod 16. The chains are added to the sum in order (csrc/README.md, "Products of matrices"). So a vector of 16
  * neighbouring terms holds one term of each chain, and a few rows of B need no transposed copy of A.
  *
- * Tiles: lanes are rows of B, which is packed; A is read in place and broadcast. For few rows of B see
- * product_few.inc.h.
+ * Tiles: lanes are rows of B, which is packed slab by slab; elements of A are broadcast. A is read in place, or packed
+ * where so many rows of B use it that reading in order is worth a copy. The sums rest in the result between slabs if
+ * its rows are lanes and its elements have the table's own type. For few rows of B see product_few.inc.h.
  */
 
-/* Packs all of B, slab after slab. */
-static void product_pack(struct cattn_product *p) {
-    const int64_t padded = cattn_round_up(p->n_b, PANEL), n_terms = terms_of(p->depth);
-    for (int64_t d = 0; d < n_terms && (d == 0 || !stops(&p->stop)); d += SLAB)
-        pack_slab(p, d, min64(SLAB, n_terms - d), padded, (operand *)p->packed + padded * d * TERM_ELEMENTS);
-}
-
-/* The part of A at hand: n_rows rows by the n terms of a slab, with unit column stride. */
+/* The part of A at hand, n_rows rows by the n terms of a slab, with its sums, and all of B. */
 struct product_slab {
-    struct source a;
-    int64_t n;
-    const operand *packed; /* of B */
-    bool first;            /* of the sum */
+    const struct cattn_product *p;
+    int64_t first_row; /* of A */
     int n_rows;
+    int64_t n;
+    bool first, last;      /* of the sum */
+    struct source a;       /* rows with unit column stride; or */
+    const operand *a_pack; /* packed, as B */
+    const operand *b_pack;
+    real *sums;
+    int64_t sums_row, n_lanes; /* the lanes after n_lanes have no place in a row */
 };
 
 /* `height` rows of A from r on: A itself, or past the last row a copy padded with rows of zeros. */
-static struct source a_rows(const struct cattn_product *p, const struct product_slab *s, int r, int height) {
+static struct source a_rows(const struct product_slab *s, int r, int height) {
     const struct source from = {s->a.first + r * s->a.row, s->a.row};
     if (r + height <= s->n_rows)
         return from;
     const int64_t row = SLAB * TERM_ELEMENTS;
-    operand *copy = p->edge;
+    operand *copy = s->p->edge;
     for (int m = 0; m < height; m++)
         for (int64_t d = 0; d < s->n * TERM_ELEMENTS; d++)
             copy[m * row + d] = r + m < s->n_rows ? from.first[m * from.row + d] : 0;
     return (struct source){copy, row};
 }
 
-/* Adds the chains of a slab to the sums of mr rows of A and one panel of B. */
-INLINE void slab_tile(int mr, int nr, const struct cattn_product *p, const struct product_slab *s, int r, int64_t l,
-                      struct source a, const operand *b) {
-    const int64_t whole = s->n / CHAINS, longer = s->n % CHAINS, sums_row = CATTN_PRODUCT_LANES;
-    const int64_t a_col = CHAINS * TERM_ELEMENTS, b_row = PANEL * TERM_ELEMENTS;
-    real *sums = (real *)p->sums + r * sums_row + l;
-    vf sum[MR][NR], chain[MR][NR];
-    UNROLLED(m, mr)
-        UNROLLED(n, nr)
-            sum[m][n] = s->first ? vf_set1(0) : vf_loadu(sums + m * sums_row + n * LANES);
-    if (s->n == SLAB) /* a constant length is faster */
-        for (int c = 0; c < CHAINS; c++) {
-            micro_tile(mr, nr, SLAB / CHAINS, a.first + c * TERM_ELEMENTS, a.row, a_col,
-                       b + c * (SLAB / CHAINS) * b_row, b_row, chain);
-            add_tile(mr, nr, sum, chain);
-        }
-    else
-        for (int64_t c = 0, n; c < CHAINS; c++, b += n * b_row) {
-            n = whole + (c < longer);
-            micro_tile(mr, nr, n, a.first + c * TERM_ELEMENTS, a.row, a_col, b, b_row, chain);
-            add_tile(mr, nr, sum, chain);
-        }
-    UNROLLED(m, mr)
-        UNROLLED(n, nr)
-            vf_storeu(sums + m * sums_row + n * LANES, sum[m][n]);
+INLINE int lanes_at(const struct product_slab *s, int64_t l) { return (int)min64(LANES, s->n_lanes - l); }
+
+/* The sums of a micro-tile: in their place, or at the edges a copy of them. */
+struct tile_sums {
+    real *first;
+    int64_t row;
+};
+
+/* What is fetched meanwhile: so many lines with each chain, of n_rows rows. */
+struct fetch {
+    uintptr_t first;
+    int64_t row; /* bytes */
+    int n_rows;
+    int64_t n_lines;
+};
+
+INLINE void fetch_lines(struct fetch f, int64_t chain) {
+    for (int m = 0; m < f.n_rows; m++)
+        for (int64_t i = 0; i < f.n_lines; i++)
+            prefetch(f.first, m * f.row + (chain * f.n_lines + i) * LINE_BYTES, 1);
 }
 
-static void add_slab(const struct cattn_product *p, const struct product_slab *s) {
-    for (int64_t l = 0; l < p->n_b; l += PANEL)
-        for (int r = 0; r < s->n_rows;) {
-            const int height = tile_height(SCORE_MR, s->n_rows - r);
-            const struct source a = a_rows(p, s, r, height);
-            AT_SIZE(SCORE_MR, height, p->n_b - l > LANES, slab_tile, p, s, r, l, a,
-                    s->packed + l * s->n * TERM_ELEMENTS);
-            r += height;
-        }
+/* Adds the chains of a slab to the sums of mr rows of A and nr vectors of B. */
+INLINE void slab_tile(int mr, int nr, bool packs, const struct product_slab *s, struct source a, const operand *b,
+                      struct tile_sums sums, struct fetch next) {
+    const int64_t whole = s->n / CHAINS, longer = s->n % CHAINS, b_row = nr * LANES * TERM_ELEMENTS;
+    const int64_t a_row = packs ? 1 : a.row, a_col = packs ? LANES : CHAINS * TERM_ELEMENTS;
+    vf sum[MR][WIDEST], chain[MR][WIDEST];
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            sum[m][n] = s->first ? vf_set1(0) : vf_loadu(sums.first + m * sums.row + n * LANES);
+    for (int64_t c = 0, at = 0, length; c < CHAINS; c++, at += length) {
+        length = whole + (c < longer);
+        const operand *a_c = a.first + (packs ? at * a_col : c * TERM_ELEMENTS);
+        if (PRODUCT_PACKS_FROM < INT64_MAX)
+            fetch_lines(next, c);
+        if (length == SLAB / CHAINS) /* a constant length is faster */
+            micro_tile(mr, nr, SLAB / CHAINS, a_c, a_row, a_col, b + at * b_row, b_row, chain);
+        else
+            micro_tile(mr, nr, length, a_c, a_row, a_col, b + at * b_row, b_row, chain);
+        add_tile(mr, nr, sum, chain);
+    }
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            vf_storeu(sums.first + m * sums.row + n * LANES, sum[m][n]);
 }
 
-/* The rows first .. first + n_rows - 1 of A, at most CATTN_PRODUCT_ROWS, times all of packed B. */
-static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
-    const int64_t padded = cattn_round_up(p->n_b, PANEL), n_terms = terms_of(p->depth);
+/* Copies sums of n_rows rows and n_lanes lanes. */
+NOINLINE void copy_sums(struct tile_sums from, struct tile_sums to, int64_t n_rows, int64_t n_lanes) {
+    for (int64_t m = 0; m < n_rows; m++)
+        memcpy(to.first + m * to.row, from.first + m * from.row, (size_t)n_lanes * sizeof(real));
+}
+
+/* Writes results in the place of the sums of n_rows rows of A from r on and n lanes from l on. */
+NOINLINE void finish_in_place(const struct product_slab *s, int r, int n_rows, int64_t l, int64_t n) {
+    for (int m = r; m < r + n_rows; m++)
+        for (int64_t j = l; j < l + n; j += LANES)
+            store_product_row(s->p, s->first_row + m, j, load_strided(s->sums + m * s->sums_row + j, 1, lanes_at(s, j)),
+                              lanes_at(s, j));
+}
+
+#define AT_WIDTH(nr, height, ...)                                                                                      \
+    do {                                                                                                               \
+        if (PRODUCT_NR > 2 && (nr) > 2)                                                                                \
+            AT_HEIGHT(PRODUCT_MR, height, slab_tile, PRODUCT_NR, __VA_ARGS__);                                         \
+        else if (PRODUCT_NR > 1 && (nr) == 2)                                                                          \
+            AT_HEIGHT(PRODUCT_MR, height, slab_tile, PRODUCT_NR > 2 ? 2 : PRODUCT_NR, __VA_ARGS__);                    \
+        else                                                                                                           \
+            AT_HEIGHT(PRODUCT_MR, height, slab_tile, 1, __VA_ARGS__);                                                  \
+    } while (0)
+
+/* The rows of A after the ones at hand, which the first panel reads from memory. */
+INLINE struct fetch next_rows(const struct product_slab *s, int r, int64_t l) {
+    const int64_t size = (int64_t)sizeof *s->a.first, bytes = s->n * TERM_ELEMENTS * size;
+    return (struct fetch){address_ahead((uintptr_t)s->a.first, r * s->a.row, (size_t)size), s->a.row * size,
+                          l == 0 ? PRODUCT_MR : 0, cattn_ceil_div(bytes, CHAINS * LINE_BYTES)};
+}
+
+/* Adds a slab of a panel of nr vectors from lane l on to the sums of all rows at hand. */
+INLINE void add_panel(bool packs, const struct product_slab *s, int64_t l, int nr) {
+    const operand *b = s->b_pack + l * s->n * TERM_ELEMENTS;
+    const int64_t bytes = nr * LANES * s->n * (int64_t)sizeof(real), n_lanes = min64(nr * LANES, s->n_lanes - l);
+    const int64_t share = cattn_ceil_div(bytes * PRODUCT_MR, (int64_t)s->n_rows * CHAINS * LINE_BYTES);
+    struct fetch next_b = {(uintptr_t)b + (uintptr_t)bytes, 0, 1, share};
+    real edge[MR * WIDEST * LANES];
+    for (int r = 0, height; r < s->n_rows; r += height, next_b.first += (uintptr_t)(share * CHAINS * LINE_BYTES)) {
+        height = tile_height(PRODUCT_MR, s->n_rows - r);
+        const int n_rows = (int)min64(height, s->n_rows - r);
+        const bool whole = n_rows == height && n_lanes == nr * LANES;
+        const struct tile_sums place = {s->sums + r * s->sums_row + l, s->sums_row}, copy = {edge, WIDEST * LANES};
+        const struct tile_sums sums = whole ? place : copy;
+        if (!whole && !s->first)
+            copy_sums(place, copy, n_rows, n_lanes);
+        if (packs) {
+            const struct source a = {s->a_pack + r / LANES * LANES * s->n + r % LANES, 0};
+            AT_WIDTH(nr, height, true, s, a, b, sums, next_b);
+        } else {
+            const struct fetch next_a = next_rows(s, r + height, l);
+            AT_WIDTH(nr, height, false, s, a_rows(s, r, height), b, sums, next_a);
+        }
+        if (!whole)
+            copy_sums(copy, place, n_rows, n_lanes);
+        if (s->last)
+            finish_in_place(s, r, n_rows, l, n_lanes);
+    }
+}
+
+static void add_slab(const struct product_slab *s) {
+    const int64_t n_lanes = cattn_round_up(s->p->n_b, LANES);
+    for (int64_t l = 0, nr; l < n_lanes; l += nr * LANES) {
+        nr = panel_vectors(PRODUCT_NR, (n_lanes - l) / LANES);
+        if (s->a_pack && PRODUCT_PACKS_FROM < INT64_MAX)
+            add_panel(true, s, l, (int)nr);
+        else
+            add_panel(false, s, l, (int)nr);
+    }
+}
+
+/* The rows first .. first + n_rows - 1 of A times all of B. */
+static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows) {
+    const int64_t n_terms = terms_of(p->depth);
+    const bool in_place = cattn_sums_in_place(p);
+    struct product_slab s = {
+        .p = p,
+        .b_pack = p->packed,
+        .sums_row = in_place ? p->out_a : CATTN_PRODUCT_SUMS_ROW(p->n_b),
+        .n_lanes = in_place ? p->n_b : INT64_MAX,
+    };
     int64_t d = 0;
     do {
-        const int64_t n = min64(SLAB, n_terms - d);
-        operand *packed = (operand *)p->packed + (p->by_slabs ? 0 : padded * d * TERM_ELEMENTS);
-        if (p->by_slabs) /* before slab_of_a, which may use the same scratch */
-            pack_slab(p, d, n, padded, packed);
-        const struct product_slab s = {
-            .a = slab_of_a(p, first, n_rows, d, n), .n = n, .packed = packed, .first = d == 0, .n_rows = n_rows};
-        add_slab(p, &s);
-        d += n;
-        if (d < n_terms && stops(&p->stop))
-            return;
+        s.n = min64(SLAB, n_terms - d);
+        s.first = d == 0;
+        s.last = in_place && d + s.n == n_terms;
+        pack_operand(p, &p->b, 0, p->n_b, PRODUCT_NR, d, s.n, p->packed);
+        for (int64_t r = 0; r < n_rows; r += s.n_rows) {
+            if ((r > 0 || d > 0) && stops(&p->stop))
+                return;
+            s.first_row = first + r;
+            s.n_rows = (int)min64(CATTN_PRODUCT_ROWS, n_rows - r);
+            s.sums = in_place ? (real *)p->out + s.first_row * p->out_a : (real *)p->sums + r * s.sums_row;
+            if (p->n_b >= PRODUCT_PACKS_FROM) {
+                pack_operand(p, &p->a, s.first_row, s.n_rows, 1, d, s.n, p->a_copy);
+                s.a_pack = p->a_copy;
+            } else
+                s.a = slab_of_a(p, s.first_row, s.n_rows, d, s.n);
+            add_slab(&s);
+        }
+        d += s.n;
     } while (d < n_terms);
-    store_sums(p, first, n_rows);
+    if (!in_place)
+        store_sums(p, first, n_rows);
 }

@@ -16,9 +16,10 @@ INLINE vu pairs_of_row(const struct cattn_matrix *m, int64_t r, int64_t c, int n
     return load_pair_vector(halves);
 }
 
-/* Packs n terms of a slab for LANES rows from r on, of which n_rows exist; the slab has n_elements columns. */
+/* Packs n terms of a slab for LANES rows from r on, of which n_rows exist, into a panel of `row` lanes; the slab has
+ * n_elements columns. */
 static void pack_lanes(const struct cattn_matrix *m, int64_t r, int n_rows, int64_t n, int64_t n_elements,
-                       uint16_t *panel) {
+                       uint16_t *panel, int64_t row) {
     for (int64_t d = 0; d < n; d += LANES) {
         const int n_terms = (int)min64(LANES, n - d), width = (int)min64(2 * LANES, n_elements - 2 * d);
         vf v[LANES];
@@ -26,7 +27,7 @@ static void pack_lanes(const struct cattn_matrix *m, int64_t r, int n_rows, int6
             v[i] = i < n_rows ? vf_of_vu(pairs_of_row(m, r + i, 2 * d, width)) : vf_set1(0);
         transpose_square(v);
         for (int i = 0; i < n_terms; i++)
-            store_pairs(panel + 2 * packed_term(d + i, n) * PANEL, vu_of_vf(v[i]));
+            store_pairs(panel + 2 * packed_term(d + i, n) * row, vu_of_vf(v[i]));
     }
 }
 
@@ -36,31 +37,28 @@ INLINE vu paired_columns(const struct cattn_matrix *columns, int64_t d, int64_t 
     return vf_paired(even, 2 * d + 1 < n_elements ? load_columns(columns, 2 * d + 1, r, width) : vf_set1(0));
 }
 
-/* The same for all panels of a slab, if rows lie side by side: memory is read in its order. */
-static void pack_columns(const struct cattn_matrix *m, int64_t n_rows, int64_t padded, int64_t n, int64_t n_elements,
+/* The same for all panels, if rows lie side by side: memory is read in its order. */
+static void pack_columns(const struct cattn_matrix *m, int64_t n_rows, int widest, int64_t n, int64_t n_elements,
                          uint16_t *slab) {
     const struct cattn_matrix columns = transposed(m);
     for (int64_t d = 0; d < n; d++) {
-        uint16_t *to = slab + 2 * packed_term(d, n) * PANEL;
-        for (int64_t r = 0; r < padded; r += LANES) {
-            const int width = (int)max64(0, min64(LANES, n_rows - r));
-            store_pairs(to + 2 * (r / PANEL * PANEL * n + r % PANEL),
-                        width ? paired_columns(&columns, d, n_elements, r, width) : vu_set1(0));
-        }
+        const int64_t term = packed_term(d, n);
+        PACKED_LANES(r, n_rows, widest, first, row)
+        store_pairs(slab + 2 * (first * n + term * row + r - first),
+                    paired_columns(&columns, d, n_elements, r, (int)min64(LANES, n_rows - r)));
     }
 }
 
-static void pack_slab(struct cattn_product *p, int64_t d, int64_t n, int64_t padded, uint16_t *slab) {
-    const struct cattn_matrix part = matrix_from(&p->b, 0, 2 * d);
+static void pack_operand(const struct cattn_product *p, const struct cattn_matrix *matrix, int64_t first_row,
+                         int64_t n_rows, int widest, int64_t d, int64_t n, uint16_t *slab) {
+    const struct cattn_matrix part = matrix_from(matrix, first_row, 2 * d);
     const int64_t n_elements = min64(2 * n, p->depth - 2 * d);
     if (part.row == 1 && part.col != 1) {
-        pack_columns(&part, p->n_b, padded, n, n_elements, slab);
+        pack_columns(&part, n_rows, widest, n, n_elements, slab);
         return;
     }
-    for (int64_t r = 0; r < padded; r += LANES) {
-        const int n_rows = (int)max64(0, min64(LANES, p->n_b - r));
-        pack_lanes(&part, r, n_rows, n, n_elements, slab + 2 * (r / PANEL * PANEL * n + r % PANEL));
-    }
+    PACKED_LANES(r, n_rows, widest, first, row)
+    pack_lanes(&part, r, (int)min64(LANES, n_rows - r), n, n_elements, slab + 2 * (first * n + r - first), row);
 }
 
 /* Whether the rows of A consist of pairs as they are. */

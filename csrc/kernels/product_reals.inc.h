@@ -37,54 +37,70 @@ NOINLINE void load_square(const struct plain_matrix *m, int64_t r, int n_rows, i
     transpose_square(v);
 }
 
-/* load_square of a whole square whose rows lie in memory without gaps. */
+/* load_square of a whole square whose rows lie in memory without gaps. The second square below it is
+ * fetched. */
 INLINE void load_whole_square(const struct plain_matrix *m, int64_t r, int64_t c, vf v[LANES]) {
     const real *first = m->first + r * m->row + c;
-    UNROLLED(i, LANES)
+    UNROLLED(i, LANES) {
         v[i] = vf_loadu(first + i * m->row);
-    transpose_square(v);
+        prefetch_far((uintptr_t)first, (2 * LANES + i) * m->row, sizeof(real));
+    }
+    vf_transpose(v);
 }
 
-/* Packs n columns of a slab for LANES rows from r on, of which n_rows exist. */
-static void pack_lanes(const struct plain_matrix *m, int64_t r, int n_rows, int64_t n, real *panel) {
-    for (int64_t d = 0; d < n; d += LANES) {
+/* Packs the whole squares of n columns of a slab for LANES rows from r on into a panel of `row` lanes, and returns the
+ * first column that is left. */
+static int64_t pack_squares(const struct plain_matrix *m, int64_t r, int64_t n, real *panel, int64_t row) {
+    int64_t place[CHAINS], d = 0;
+    for (int c = 0; c < CHAINS; c++)
+        place[c] = packed_term(c, n) * row;
+    for (; d + LANES <= n; d += LANES) {
+        real *to = panel + d / CHAINS * row;
+        vf v[LANES];
+        load_whole_square(m, r, d, v);
+        UNROLLED(i, LANES)
+            vf_storeu(to + place[d % CHAINS + i], v[i]);
+    }
+    return d;
+}
+
+/* Packs n columns of a slab for LANES rows from r on, of which n_rows exist, into a panel of `row` lanes. */
+static void pack_lanes(const struct plain_matrix *m, int64_t r, int n_rows, int64_t n, real *panel, int64_t row) {
+    int64_t d = m->col == 1 && n_rows == LANES ? pack_squares(m, r, n, panel, row) : 0;
+    for (; d < n; d += LANES) {
         const int n_cols = (int)min64(LANES, n - d);
         vf v[LANES];
-        if (m->col == 1 && n_rows == LANES && n_cols == LANES)
-            load_whole_square(m, r, d, v);
-        else
-            load_square(m, r, n_rows, d, n_cols, v);
+        load_square(m, r, n_rows, d, n_cols, v);
         for (int i = 0; i < n_cols; i++)
-            vf_storeu(panel + packed_term(d + i, n) * PANEL, v[i]);
+            vf_storeu(panel + packed_term(d + i, n) * row, v[i]);
     }
 }
 
-/* The same for all panels of a slab, if rows lie side by side: memory is read in its order. */
-static void pack_columns(const struct plain_matrix *m, int64_t n_rows, int64_t padded, int64_t n, real *slab) {
+/* The same for all panels, if rows lie side by side: memory is read in its order. */
+static void pack_columns(const struct plain_matrix *m, int64_t n_rows, int widest, int64_t n, real *slab) {
     for (int64_t d = 0; d < n; d++) {
         const real *from = m->first + d * m->col;
-        real *to = slab + packed_term(d, n) * PANEL;
-        for (int64_t r = 0; r < padded; r += LANES) {
+        const int64_t term = packed_term(d, n);
+        PACKED_LANES(r, n_rows, widest, first, row) {
             const int64_t left = n_rows - r;
-            vf_storeu(to + r / PANEL * PANEL * n + r % PANEL, left >= LANES ? vf_loadu(from + r)
-                                                              : left > 0    ? vf_loadu_n(from + r, (int)left)
-                                                                            : vf_set1(0));
+            vf_storeu(slab + first * n + term * row + r - first,
+                      left >= LANES ? vf_loadu(from + r) : vf_loadu_n(from + r, (int)left));
         }
     }
 }
 
-/* Packs the n terms of a slab from term d on: panels [term][PANEL] of the padded rows of B. */
-static void pack_slab(struct cattn_product *p, int64_t d, int64_t n, int64_t padded, real *slab) {
-    const struct cattn_matrix part = matrix_from(&p->b, 0, d);
-    const struct plain_matrix from = plain_part(&part, (int)p->n_b, (int)n, p->converted);
+/* Packs the n terms from term d on of n_rows rows from `first` on: panels of up to `widest` vectors, and lanes of zeros
+ * up to whole vectors. */
+static void pack_operand(const struct cattn_product *p, const struct cattn_matrix *matrix, int64_t first_row,
+                         int64_t n_rows, int widest, int64_t d, int64_t n, real *slab) {
+    const struct cattn_matrix part = matrix_from(matrix, first_row, d);
+    const struct plain_matrix from = plain_part(&part, (int)n_rows, (int)n, p->converted);
     if (from.row == 1) {
-        pack_columns(&from, p->n_b, padded, n, slab);
+        pack_columns(&from, n_rows, widest, n, slab);
         return;
     }
-    for (int64_t r = 0; r < padded; r += LANES) {
-        const int n_rows = (int)max64(0, min64(LANES, p->n_b - r));
-        pack_lanes(&from, r, n_rows, n, slab + r / PANEL * PANEL * n + r % PANEL);
-    }
+    PACKED_LANES(r, n_rows, widest, first, row)
+    pack_lanes(&from, r, (int)min64(LANES, n_rows - r), n, slab + first * n + r - first, row);
 }
 
 /* Copies n_rows rows into `copy`, row after row. */

@@ -21,6 +21,15 @@ INLINE int64_t packed_term(int64_t d, int64_t n) {
     return chain * (n / CHAINS) + min64(chain, n % CHAINS) + d / CHAINS;
 }
 
+/* Vectors of a panel, of which `left` are left: four of them are two panels, because a panel of one vector is slow. */
+INLINE int panel_vectors(int widest, int64_t left) { return widest > 2 && left == 4 ? 2 : (int)min64(widest, left); }
+
+/* A loop over the first lane r of every vector of n packed rows, with the first lane and the lanes of its panel. */
+#define PACKED_LANES(r, n, widest, first, row)                                                                         \
+    for (int64_t first = 0, row; first < (n); first += (row))                                                          \
+        for (int64_t r = (row = LANES * panel_vectors(widest, cattn_ceil_div((n) - first, LANES)), first);             \
+             r < min64((n), first + (row)); r += LANES)
+
 INLINE struct cattn_matrix transposed(const struct cattn_matrix *m) {
     return (struct cattn_matrix){m->storage, m->first, m->col, m->row, m->scale, m->scale_col, m->scale_row};
 }
@@ -63,15 +72,16 @@ INLINE void store_product_row(const struct cattn_product *p, int64_t i, int64_t 
     store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_b, sum, n);
 }
 
-static void store_sums(const struct cattn_product *p, int64_t first, int n_rows) {
+/* Writes the results from sums in scratch. */
+static void store_sums(const struct cattn_product *p, int64_t first, int64_t n_rows) {
+    const int64_t row = CATTN_PRODUCT_SUMS_ROW(p->n_b);
     const real *sums = p->sums;
-    for (int64_t l = 0; l < p->n_b; l += LANES) {
-        const int width = (int)min64(LANES, p->n_b - l);
-        for (int r = 0; r < n_rows; r += LANES) {
-            const int height = (int)min64(LANES, n_rows - r);
+    for (int64_t r = 0; r < n_rows; r += LANES)
+        for (int64_t l = 0; l < p->n_b; l += LANES) {
+            const int width = (int)min64(LANES, p->n_b - l), height = (int)min64(LANES, n_rows - r);
             vf v[LANES];
             for (int i = 0; i < LANES; i++)
-                v[i] = i < height ? vf_loadu(sums + (r + i) * CATTN_PRODUCT_LANES + l) : vf_set1(0);
+                v[i] = i < height ? vf_loadu(sums + (r + i) * row + l) : vf_set1(0);
             if (p->out_b == 1) {
                 for (int i = 0; i < height; i++)
                     store_product_row(p, first + r + i, l, v[i], width);
@@ -81,5 +91,4 @@ static void store_sums(const struct cattn_product *p, int64_t first, int n_rows)
             for (int i = 0; i < width; i++)
                 store_product(p, first + r, l + i, v[i], height);
         }
-    }
 }

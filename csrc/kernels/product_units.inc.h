@@ -14,9 +14,6 @@ static void pack_panels(const struct cattn_product *p, int64_t d, int64_t n) {
         pack_right(&part, r, p->n_b - r, n, (uint16_t *)p->packed + r / UNIT * panel + 2 * (r % UNIT), 2 * UNIT);
 }
 
-/* Packs all of B. */
-static void product_pack(struct cattn_product *p) { pack_panels(p, 0, p->depth); }
-
 /* The columns d .. d+n-1 of n_rows rows of A from `first` on, in whole units. */
 static const void *left_slab(const struct cattn_product *p, int64_t first, int n_rows, int64_t d, int64_t n) {
     const struct cattn_matrix part = matrix_from(&p->a, first, d);
@@ -28,17 +25,16 @@ static const void *left_slab(const struct cattn_product *p, int64_t first, int n
 }
 
 /* Adds the products of n columns of B to the sums of n_rows rows of A; `adds` is false for the first ones. */
-static void add_units(const struct cattn_product *p, bool adds, const void *left, int n_rows, const uint16_t *right,
-                      int64_t panel, int64_t n) {
-    const int64_t row = cattn_round_up(n, GROUP);
+static void add_units(const struct cattn_product *p, bool adds, const void *left, int n_rows, real *sums, int64_t n) {
+    const int64_t row = cattn_round_up(n, GROUP), panel = groups_of(n) * TILE * 2 * UNIT;
     struct unit u = {.n_groups = groups_of(n), .left_row = row, .left_group = GROUP, .right_row = 2 * UNIT};
     u.right_group = TILE * u.right_row;
-    u.sum_row = CATTN_PRODUCT_LANES;
+    u.sum_row = CATTN_PRODUCT_SUMS_ROW(p->n_b);
     for (int64_t l = 0; l < p->n_b; l += UNIT)
         for (int r = 0; r < n_rows; r += UNIT) {
             u.left = left_at(left, r * row);
-            u.right = right + l / UNIT * panel;
-            u.sum = (real *)p->sums + r * CATTN_PRODUCT_LANES + l;
+            u.right = (const uint16_t *)p->packed + l / UNIT * panel;
+            u.sum = sums + r * u.sum_row + l;
             if (adds)
                 unit_products(2, 2, true, u);
             else
@@ -46,20 +42,20 @@ static void add_units(const struct cattn_product *p, bool adds, const void *left
         }
 }
 
-/* The rows first .. first + n_rows - 1 of A, at most CATTN_PRODUCT_ROWS, times all of B, which is packed as a whole or
- * now, by slabs. */
-static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
-    const int64_t group = TILE * 2 * UNIT;
+/* The rows first .. first + n_rows - 1 of A times all of B. */
+static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows) {
     int64_t d = 0;
     do {
-        const int64_t n = min64(UNIT_SLAB, p->depth - d), panel = groups_of(p->by_slabs ? n : p->depth) * group;
-        const uint16_t *right = (const uint16_t *)p->packed + (p->by_slabs ? 0 : d / GROUP * group);
-        if (p->by_slabs)
-            pack_panels(p, d, n);
-        add_units(p, d > 0, left_slab(p, first, n_rows, d, n), n_rows, right, panel, n);
+        const int64_t n = min64(UNIT_SLAB, p->depth - d);
+        pack_panels(p, d, n);
+        for (int64_t r = 0; r < n_rows; r += CATTN_PRODUCT_ROWS) {
+            const int height = (int)min64(CATTN_PRODUCT_ROWS, n_rows - r);
+            if ((r > 0 || d > 0) && stops(&p->stop))
+                return;
+            add_units(p, d > 0, left_slab(p, first + r, height, d, n), height,
+                      (real *)p->sums + r * CATTN_PRODUCT_SUMS_ROW(p->n_b), n);
+        }
         d += n;
-        if (d < p->depth && stops(&p->stop))
-            return;
     } while (d < p->depth);
     store_sums(p, first, n_rows);
 }

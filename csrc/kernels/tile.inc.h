@@ -26,7 +26,7 @@ static struct source rows_of_block(const struct tile *t, const struct cattn_matr
 /* Scores, with every mask applied, of mr keys from k on and nr vectors of queries from vector v on, inside one panel.
  */
 INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struct source key) {
-    vf acc[MR][NR];
+    vf acc[MR][WIDEST];
     score_products(mr, nr, t->rows, v, key, acc);
     UNROLLED(n, nr)
         place_scores(mr, n, t, v + n, k, acc);
@@ -174,7 +174,7 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, unsigned chains, in
                        struct key_half keys, struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
-    vf block[MR][NR];
+    vf block[MR][WIDEST];
     value_products(mr, nr, rows, chains, r, keys, value, block);
     if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
         for (int m = 0; m < mr && r + m < rows->n_rows; m++)

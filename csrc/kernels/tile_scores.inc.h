@@ -175,7 +175,7 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
 
 /* Applies every option and mask to the scores acc[][n] of mr keys from k on and of vector v of queries, stores them,
  * and updates the running maxima of the block. */
-INLINE void place_scores(int mr, int n, const struct tile *t, int v, int k, vf acc[MR][NR]) {
+INLINE void place_scores(int mr, int n, const struct tile *t, int v, int k, vf acc[MR][WIDEST]) {
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     const int r = v * LANES;

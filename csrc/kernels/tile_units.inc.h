@@ -83,7 +83,7 @@ static void place_chain(const struct tile *t, int v, int k, const real *sum) {
     if (partial || t->has_bias[v] || rows->call.has_slopes || changes_scores(&rows->call.score_options)) {
         enum { AT_ONCE = 4 };
         for (int i = 0; i < TILE; i += AT_ONCE) {
-            vf score[MR][NR];
+            vf score[MR][WIDEST];
             UNROLLED(m, AT_ONCE)
                 score[m][0] = vf_fma(vf_loadu(sum + (i + m) * UNIT), scale, zero);
             place_scores(AT_ONCE, 0, t, v, k + i, score);

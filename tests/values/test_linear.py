@@ -15,11 +15,12 @@ from cattn import _cattn, reference
 from cattn.functional import linear, linear_backward
 from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, in_contract, layouts, table
 
-# Sizes (T, K, N) around vectors, 16 chains, slabs of 512 columns, blocks of 96 and 192 rows, and 8 rows, up to which
-# lanes are chains.
+# Sizes (T, K, N) around vectors, 16 chains, slabs of 512 columns, panels of 3 vectors, blocks of 192 and 384 rows, and
+# 8 rows, up to which lanes are chains.
 SIZES = [
     (1, 1, 1), (1, 16, 16), (2, 17, 3), (3, 511, 5), (4, 512, 1), (5, 513, 18), (7, 5, 40), (8, 4200, 20), (9, 1, 9),
     (17, 600, 17), (97, 33, 98), (100, 1040, 30), (193, 20, 7), (20, 3, 400), (8, 133, 300), (1, 20, 2100),
+    (192, 513, 192), (203, 33, 449), (401, 520, 197), (801, 20, 48),
 ]  # fmt: skip
 
 
@@ -173,6 +174,23 @@ def test_tables_threads_strides_and_the_batch_change_no_bit(isa: str, dtype: typ
     assert_same_bits(linear(np.broadcast_to(x[3], (2, 9, 700)), weight), np.broadcast_to(y[3], (2, 9, 115)))
     repeated = np.broadcast_to(x[:4, None], (4, 3, 700))
     assert_same_bits(linear(repeated, weight), np.broadcast_to(y[:4, None], (4, 3, 115)))
+
+
+@pytest.mark.promise("projections' bits")
+@pytest.mark.parametrize(("t", "n"), [(200, 211), (203, 400), (200, 17), (97, 33), (801, 50)])
+def test_a_result_in_a_larger_array_leaves_its_neighbours_alone(
+    isa: str, dtype: type, t: int, n: int, rng: np.random.Generator
+) -> None:
+    """Sums of several slabs rest in the result; every row and column is at the edge of some block in some size."""
+    x, weight, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((t, 1100), (n, 1100), (n,)))
+    with table("scalar" if in_contract(isa) else isa):
+        y = np.concatenate([linear(x[i : i + 8], weight, bias) for i in range(0, t, 8)])
+    for around in (np.full((t + 2, n + 5), NAN, dtype), np.full((n + 5, t + 2), NAN, dtype).T):
+        out = around[1:-1, 2:-3]
+        assert linear(x, weight, bias, out=out) is out
+        assert_same_bits(out.copy(), y)
+        out[:] = NAN
+        assert np.isnan(around).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
