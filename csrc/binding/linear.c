@@ -281,15 +281,16 @@ static bool check_product(const struct call *call) {
     return cattn_raise(PyExc_SystemError, "_product: shapes do not fit");
 }
 
-/* _product(a, b, compute_dtype): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy promotes both to.
- * It serves gradients: with compute_dtype="bfloat16" b is a factor of the forward pass and is rounded as it was there.
- */
+/* _product(a, b, compute_dtype, is_gradient): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy
+ * promotes both to. In a gradient the products are of float32 whatever compute_dtype is, but b is a factor of the
+ * forward pass and is rounded as it was there. */
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     struct call call = {.state = cattn_state(module)};
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
-    if (!cattn_error_count("_product", n_args, 3) || !cattn_ready(call.state))
+    if (!cattn_error_count("_product", n_args, 4) || !cattn_ready(call.state))
         return NULL;
+    const bool is_gradient = args[3] == Py_True;
     if (!cattn_arg_compute_dtype(args[2], &call.bf16) ||
         (call.inputs[X] = cattn_arg_floats(call.state, args[0], "a")) == NULL ||
         (call.inputs[WEIGHT] = cattn_arg_floats(call.state, args[1], "b")) == NULL)
@@ -297,7 +298,7 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
     call.type = result_type(&call, "the factors");
     if (call.type < 0 || !check_bfloat16(&call, "grad_out, x and weight") || !convert(&call) || !check_product(&call))
         goto done;
-    if (call.bf16 && PyArray_TYPE(call.inputs[WEIGHT]) == NPY_FLOAT &&
+    if (call.bf16 && is_gradient && PyArray_TYPE(call.inputs[WEIGHT]) == NPY_FLOAT &&
         !cattn_arg_round_to_bfloat16(&call.inputs[WEIGHT]))
         goto done;
     PyArrayObject *a = call.inputs[X], *b = call.inputs[WEIGHT];
@@ -312,6 +313,7 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
                                           .n_a = call.dims[call.nd - 2],
                                           .n_b = call.dims[call.nd - 1],
                                           .depth = PyArray_DIM(a, call.nd - 1),
+                                          .bf16_products = is_gradient ? CATTN_BF16_NOT : call.bf16,
                                           .a = operand_of(a),
                                           .b = operand_of(b),
                                           .out_storage = cattn_arg_storage(call.type),

@@ -13,7 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cattn import functional  # noqa: E402
-from cattn.integrations.torch import Seen, batch_invariant, use_cattn  # noqa: E402
+from cattn.integrations.torch import (  # noqa: E402
+    Seen,
+    batch_invariant,
+    scaled_dot_product_attention,
+    use_cattn,
+)
 from support import assert_same_bits  # noqa: E402
 
 F = torch.nn.functional
@@ -73,6 +78,35 @@ def test_dtypes_have_the_bits_of_linear(dtype: Any) -> None:
     assert_same_bits(
         y.to(dtype).double().numpy(), torch.from_numpy(functional.linear(*wide)).to(dtype).double().numpy()
     )
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "bfloat16_tiles"])
+@pytest.mark.parametrize("block", [lambda **options: use_cattn(linear=True, **options), batch_invariant])
+def test_bfloat16_tensors_are_multiplied_as_the_context_says(block: Any, compute_dtype: Any) -> None:
+    halves, query = [a.bfloat16() for a in (X, W, BIAS)], randn(2, 3, 40, 64, dtype=torch.bfloat16)
+    numbers = [a.float().numpy() for a in halves]
+    exact = torch.from_numpy(functional.linear(*numbers)).bfloat16()
+    rounded = torch.from_numpy(functional.linear(*numbers, compute_dtype=compute_dtype)).bfloat16()
+    wide = torch.from_numpy(functional.linear(*numbers[:2], compute_dtype=compute_dtype))
+    attention = scaled_dot_product_attention(query, query, query, compute_dtype=compute_dtype)
+    x = halves[0].clone().requires_grad_()
+    with block(compute_dtype=compute_dtype) as seen:
+        assert torch.equal(F.linear(*halves), rounded)
+        assert torch.equal(F.linear(*halves[:2]), wide.bfloat16())
+        assert torch.equal(
+            torch.addmm(halves[2], *(halves[0], halves[1].T), alpha=2), (wide * 2 + BIAS.bfloat16()).bfloat16()
+        )
+        assert torch.equal(torch.mv(halves[1], halves[0][0]), wide[0].bfloat16())
+        assert torch.equal(F.scaled_dot_product_attention(query, query, query), attention)
+        (grad,) = torch.autograd.grad(F.linear(x, halves[1]).sum(), x)
+        assert torch.equal(F.linear(X, W), torch.from_numpy(functional.linear(X.numpy(), W.numpy())))
+        with use_cattn():
+            assert torch.equal(F.linear(*halves), exact)
+        assert torch.equal(F.linear(*halves), rounded)
+    assert seen.products_passed_on == seen.passed_on == 0
+    torch.testing.assert_close(grad, halves[1].float().sum(0).bfloat16().expand(T, K), rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="compute_dtype must be"), block(compute_dtype=torch.float16):
+        pass
 
 
 @pytest.mark.promise("projections' bits")

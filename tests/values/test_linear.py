@@ -255,8 +255,8 @@ def test_products_of_batches(dtype: type, rng: np.random.Generator) -> None:
     a, b = rng.standard_normal((3, 20, 70)).astype(dtype), rng.standard_normal((3, 70, 40)).astype(dtype)
     expected = np.stack([linear(x, y.T) for x, y in zip(a, b, strict=True)])
     with cattn.num_threads(2):
-        assert_same_bits(_cattn._product(a, b.swapaxes(1, 2), None), expected)
-    assert _cattn._product(a[:0], b[:0].swapaxes(1, 2), None).shape == (0, 20, 40)
+        assert_same_bits(_cattn._product(a, b.swapaxes(1, 2), None, False), expected)
+    assert _cattn._product(a[:0], b[:0].swapaxes(1, 2), None, False).shape == (0, 20, 40)
 
 
 # ---- storage ---------------------------------------------------------------------------------------------------------

@@ -708,11 +708,11 @@ def linear_backward(
     with np.errstate(all="ignore"):
         rows = _as_rows(grad).astype(dtype, copy=False)  # so that no product is rounded to a narrower dtype
         if matrix is not None:
-            grad_x = _in_dtype(_cattn._product(rows, matrix.T, compute_dtype), dtype)
+            grad_x = _in_dtype(_cattn._product(rows, matrix.T, compute_dtype, True), dtype)
             grad_x = grad_x.reshape(*grad.shape[:-1], matrix.shape[1])
         if given is not None:
-            grad_weight = _in_dtype(_cattn._product(rows.T, _as_rows(given).T, compute_dtype), dtype)
-        grad_bias = _in_dtype(_cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T, None)[0], dtype)
+            grad_weight = _in_dtype(_cattn._product(rows.T, _as_rows(given).T, compute_dtype, True), dtype)
+        grad_bias = _in_dtype(_cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T, None, True)[0], dtype)
     return grad_x, grad_weight, grad_bias
 
 

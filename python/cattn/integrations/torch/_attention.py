@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ _ALIGNMENTS = {False: "", True: "upper_left", "upper_left": "upper_left", "lower
 _NUMBER: Any = (int, float, np.floating)
 
 
+ComputeDType: TypeAlias = Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
+
+
 class _Options(TypedDict, total=False):
     """The options that PyTorch's function does not have."""
 
@@ -59,11 +62,12 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
-    compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
+    compute_dtype: ComputeDType
     rng: int | torch.Generator | None
 
 
-def _read_compute_dtype(compute_dtype: object) -> str | None:
+def read_compute_dtype(compute_dtype: object) -> str | None:
+    """Return the argument as cattn's functions take it."""
     if compute_dtype is None:
         return None
     if compute_dtype is torch.bfloat16:
@@ -396,7 +400,7 @@ def scaled_dot_product_attention(
         "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "key_scale": key_scale,
         "value_scale": value_scale, "block_mask": blocks, "block_size": block_size, "key_indices": key_indices,
-        "compute_dtype": _read_compute_dtype(compute_dtype), "rng": seed,
+        "compute_dtype": read_compute_dtype(compute_dtype), "rng": seed,
     }  # fmt: skip
     if not direct:
         for name in POSITIONS:

@@ -24,7 +24,7 @@ from cattn._input.contexts import block
 
 from ... import _cattn
 from ...functional import linear
-from ._attention import scaled_dot_product_attention
+from ._attention import ComputeDType, read_compute_dtype, scaled_dot_product_attention
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses, notices
 from ._tensors import DTYPES, as_array, as_plain, as_tensor, is_causal_bias, is_plain, is_traced, run_uncompiled
 
@@ -38,23 +38,26 @@ def _as_result(array: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     return as_tensor(array, like.dtype if like.dtype is torch.bfloat16 else None)
 
 
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, *, compute_dtype: str | None = None) -> Tensor:
     """Return a @ b, of matrices or of batches of them."""
-    return _as_result(_cattn._product(as_array(a), as_array(b).swapaxes(-1, -2), None), a)
+    return _as_result(_cattn._product(as_array(a), as_array(b).swapaxes(-1, -2), compute_dtype, False), a)
 
 
-def _multiply_vector(a: Tensor, x: Tensor) -> Tensor:
-    return _multiply(a, x[:, None])[:, 0]
+def _multiply_vector(a: Tensor, x: Tensor, *, compute_dtype: str | None = None) -> Tensor:
+    return _multiply(a, x[:, None], compute_dtype=compute_dtype)[:, 0]
 
 
-def _multiply_vectors(x: Tensor, y: Tensor) -> Tensor:
-    return _multiply(x[None], y[:, None])[0, 0]
+def _multiply_vectors(x: Tensor, y: Tensor, *, compute_dtype: str | None = None) -> Tensor:
+    return _multiply(x[None], y[:, None], compute_dtype=compute_dtype)[0, 0]
 
 
-def _add(multiply: Callable[..., Tensor], added: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
+def _add(
+    multiply: Callable[..., Tensor], added: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any,
+    compute_dtype: str | None,
+) -> Tensor:  # fmt: skip
     """Return beta * added + alpha * a @ b, of halves rounded at the end. With beta = 0 the first is not read."""
     wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
-    product = multiply(a.to(wide), b.to(wide))
+    product = multiply(a.to(wide), b.to(wide), compute_dtype=compute_dtype)
     if alpha != 1 and a.shape[-1]:  # PyTorch reads no alpha where there is nothing to multiply
         product = product * alpha
     if beta != 0:
@@ -62,14 +65,18 @@ def _add(multiply: Callable[..., Tensor], added: Tensor, a: Tensor, b: Tensor, b
     return product.to(a.dtype)
 
 
-def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def _add_product(
+    added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, compute_dtype: Any = None
+) -> Tensor:
     if a.ndim == 2 and beta == 1 and alpha == 1 and added.shape == (b.shape[1],):  # a layer with a bias
-        return _as_result(linear(as_array(a), as_array(b).T, as_array(added)), a)
-    return _add(_multiply, added, *_unless_zero(alpha, a, b), beta, alpha)
+        return _as_result(linear(as_array(a), as_array(b).T, as_array(added), compute_dtype=compute_dtype), a)
+    return _add(_multiply, added, *_unless_zero(alpha, a, b), beta, alpha, compute_dtype)
 
 
-def _add_vector(added: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    return _add(_multiply_vector, added, *_unless_zero(alpha, a, x), beta, alpha)
+def _add_vector(
+    added: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1, compute_dtype: Any = None
+) -> Tensor:
+    return _add(_multiply_vector, added, *_unless_zero(alpha, a, x), beta, alpha, compute_dtype)
 
 
 def _unless_zero(alpha: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +141,8 @@ def _kernel_of_product(operator: _Operator, overload: str, theirs: Any) -> Calla
         if not ours:
             return theirs.call_boxed(keyset, *arguments, **options)
         options.pop("out", None)
+        if tensors[-1].dtype is torch.bfloat16:
+            options["compute_dtype"] = _swap.compute_dtype
         result = operator.compute(*arguments, **options)
         if overload.endswith("_"):
             return arguments[0].copy_(result)
@@ -387,8 +396,9 @@ def _attend(
             return _pass_on(tensors, options, counts)  # a class may compute PyTorch's operators itself
         tensors = tuple(None if x is None else as_plain(x) for x in tensors)
     attention: Any = scaled_dot_product_attention  # its overloads do not see through *options
+    compute_dtype = _swap.compute_dtype if tensors[0].dtype is torch.bfloat16 else None
     try:
-        result = attention(*tensors, *options)
+        result = attention(*tensors, *options, compute_dtype=compute_dtype)
     except (TypeError, ValueError):
         return _pass_on(tensors, options, counts)  # raises PyTorch's error, with cattn's as its context
     if counts:
@@ -416,6 +426,8 @@ class _Swap:
         self.library: Any = None
         self.tag: str | None = None
         self.seen: list[Seen] = []
+        self.compute_dtypes: list[tuple[Seen, str | None]] = []
+        self.compute_dtype: str | None = None  # of bfloat16 tensors, in the context begun last
 
     def count(self, ours: bool) -> None:
         """Count a call in every active context."""
@@ -426,7 +438,15 @@ class _Swap:
                 else:
                     seen.passed_on += 1
 
-    def begin(self, seen: Seen) -> None:
+    def _set_compute_dtypes(self, compute_dtypes: list[tuple[Seen, str | None]]) -> None:
+        self.compute_dtypes = compute_dtypes
+        self.compute_dtype = compute_dtypes[-1][1] if compute_dtypes else None
+        # The compiler's caches on disk take graphs for equal that call the same operators of PyTorch.
+        if self.tag is not None:
+            ours = f"{self.tag}, attention by cattn {cattn.__version__}, {self.compute_dtype}"
+            _compiler.cache_key_tag = ours if compute_dtypes else self.tag
+
+    def begin(self, seen: Seen, compute_dtype: str | None) -> None:
         with self.lock:
             if self.library is None:
                 self.library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -437,22 +457,19 @@ class _Swap:
                 # Modes that decompose operators, as the compiler's do, ask for this one.
                 _operator.py_kernels[_COMPOSITE] = _kernel
                 _operator._dispatch_cache.clear()
-                # The compiler's caches on disk take graphs for equal that call the same operators of PyTorch.
-                self.tag = getattr(_compiler, "cache_key_tag", None)
-                if self.tag is not None:  # from PyTorch 2.7 on
-                    _compiler.cache_key_tag = f"{self.tag}, attention by cattn {cattn.__version__}"
+                self.tag = getattr(_compiler, "cache_key_tag", None)  # from PyTorch 2.7 on
             self.seen.append(seen)
+            self._set_compute_dtypes([*self.compute_dtypes, (seen, compute_dtype)])
 
     def end(self, seen: Seen) -> None:
         with self.lock:
             self.seen = [other for other in self.seen if other is not seen]
+            self._set_compute_dtypes([entry for entry in self.compute_dtypes if entry[0] is not seen])
             if not self.seen:
                 self.library._destroy()
                 self.library = None
                 _operator.py_kernels.pop(_COMPOSITE, None)
                 _operator._dispatch_cache.clear()
-                if self.tag is not None:
-                    _compiler.cache_key_tag = self.tag
 
 
 _kernel = run_uncompiled(_attend)
@@ -461,7 +478,7 @@ _swap = _Swap()
 
 # ---- contexts ------------------------------------------------------------------------------------------------------
 @block
-def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
+def use_cattn(*, linear: bool = False, compute_dtype: ComputeDType = None) -> Iterator[Seen]:
     """Compute PyTorch's ``scaled_dot_product_attention`` by cattn, for CPU tensors of real dtypes.
 
     Inside the context the operator ``aten::scaled_dot_product_attention`` has cattn's kernels, whoever calls it: the
@@ -481,6 +498,9 @@ def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
         Also compute the matrix products of CPU tensors by `cattn.functional.linear`: of ``nn.Linear``, ``@``,
         ``torch.bmm``, and of their gradients, in eager and compiled code. A weight with fewer than 16,384 elements is
         left to PyTorch. A row then has the same bits alone and in any batch. Needs PyTorch 2.9 or later.
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles", torch.bfloat16}
+        How bfloat16 tensors are multiplied, as in `scaled_dot_product_attention` and `cattn.functional.linear`; by
+        default in float32. Tensors of other dtypes are not rounded. Of several contexts the one begun last decides.
 
     Yields
     ------
@@ -497,7 +517,7 @@ def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
     >>> seen
     Seen(calls=1, passed_on=0, products=0, products_passed_on=0)
     """
-    with _swapped() as seen:
+    with _swapped(compute_dtype) as seen:
         if not linear:
             yield seen
             return
@@ -506,7 +526,7 @@ def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
 
 
 @block
-def batch_invariant() -> Iterator[Seen]:
+def batch_invariant(*, compute_dtype: ComputeDType = None) -> Iterator[Seen]:
     """Compute on the CPU so that the bits of a text do not depend on the other texts of its batch, nor on padding.
 
     Inside the context, attention and all matrix products are cattn's, whatever their size, as with
@@ -515,6 +535,11 @@ def batch_invariant() -> Iterator[Seen]:
     last elements by another formula, get full vectors. Operators whose rows may depend on the batch, and that have no
     such kernel, are a NotImplementedError: convolutions, recurrent layers of oneDNN, and attention that cattn does not
     take. Everything else is PyTorch's; the documentation lists what was compared.
+
+    Parameters
+    ----------
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles", torch.bfloat16}
+        How bfloat16 tensors are multiplied, as in `use_cattn`.
 
     Yields
     ------
@@ -530,15 +555,15 @@ def batch_invariant() -> Iterator[Seen]:
     ...     print(torch.equal(layer(x)[:1], layer(x[:1])))
     True
     """
-    with _swapped() as seen, products_by_cattn(seen.count_product, invariant=True):
+    with _swapped(compute_dtype) as seen, products_by_cattn(seen.count_product, invariant=True):
         yield seen
 
 
 @contextlib.contextmanager
-def _swapped() -> Iterator[Seen]:
+def _swapped(compute_dtype: ComputeDType) -> Iterator[Seen]:
     """Replace PyTorch's kernels of attention while the context is active."""
     seen = Seen()
-    _swap.begin(seen)
+    _swap.begin(seen, read_compute_dtype(compute_dtype))
     try:
         yield seen
     finally:
