@@ -5,6 +5,7 @@ A net that has a list of its own falls behind without a word, and what it misses
 
 from __future__ import annotations
 
+import collections
 import inspect
 import re
 import runpy
@@ -112,6 +113,15 @@ def test_every_source_has_mutants() -> None:
         assert tests
         for name in tests:
             assert mutate["find_tests"](name)
+
+
+def test_the_counted_survivors_exist() -> None:
+    """Otherwise tools/mutate refuses to run."""
+    pytest.importorskip("tree_sitter_c")
+    mutate = runpy.run_path(str(ROOT / "tools" / "mutate"))
+    every = [mutant for file in mutate["FILES"] for mutant in mutate["mutants_of"](file)]
+    assert len(every) > 10_000
+    mutate["check_survivors"](mutate["known_survivors"](), collections.Counter(mutant.pair for mutant in every))
 
 
 def test_the_c_fuzzer_compiles_every_source_of_the_core() -> None:
