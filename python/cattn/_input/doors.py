@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from .. import _cattn
+
 
 class Door(NamedTuple):
     """One function. An option is in `refused`, or a parameter: by its own name, or by its name in `spelled`.
@@ -18,6 +20,9 @@ class Door(NamedTuple):
     ----------
     refused : dict
         Options that the function lacks, with the reason, which says what to do instead if there is something.
+    otherwise : str
+        The reason for every other option of the table in C that is no parameter, a new one for instance. "" where
+        parameters come from the table.
     own : str
         Parameters that are no options of attention.
     spelled : dict
@@ -27,9 +32,17 @@ class Door(NamedTuple):
     """
 
     refused: dict[str, str]
+    otherwise: str = ""
     own: str = ""
     spelled: Mapping[str, str] = MappingProxyType({})
     has_refused: bool = False
+
+    def why_refused(self, name: str) -> str | None:
+        """Return why the function lacks an option; None if it has it, or if there is no such option."""
+        reason = self.refused.get(name)
+        if reason is None and self.otherwise and name not in self.spelled:
+            return self.otherwise if name in _cattn._arguments("scaled_dot_product_attention") else None
+        return reason
 
 
 _NOTHING_RETURNED = "it returns no output: call scaled_dot_product_attention for it"
@@ -75,9 +88,6 @@ _TANGENTS = {
 }
 _TANGENTS_OWN = "query_tangent key_tangent value_tangent bias_tangent sinks_tangent lse"
 _NO_WHOLE_ROWS = "no task holds a whole row of weights"
-_NOT_IN_KERAS = "Keras's dot_product_attention has no such argument"
-_NOT_IN_ONNX = "the operator has no such input or attribute"
-_NOT_ON_THE_COMMAND_LINE = "not on the command line: call cattn from Python"
 
 # The name of a function of cattn, the module of an integration, or the command.
 DOORS: dict[str, Door] = {
@@ -113,18 +123,19 @@ DOORS: dict[str, Door] = {
         {
             "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
             "out": "PyTorch's functions with gradients return new tensors",
-        }
+        },
+        otherwise="call cattn on arrays for it: the operator for tensors has no such argument",
     ),
     "jax": Door(
         {
             "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
             "layout": "JAX's arrays are (B, T, N, H)",
             "key_indices": "pass a boolean mask that is True for the listed keys",
-            "compute_dtype": "call cattn on arrays for it: XLA's call has no such attribute",
             "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
             "return_dropout_mask": "no matrix of weights is computed: call cattn on arrays, with the seed of the mask",
             "out": "JAX's arrays do not change",
         },
+        otherwise="call cattn on arrays for it: XLA's call has no such attribute",
         spelled={
             "attn_mask": "mask",
             "window_size": "local_window_size",
@@ -140,32 +151,19 @@ DOORS: dict[str, Door] = {
             "key_indices": "the keys of a list lie in any chunk",
             "out": "the result is computed later",
         },
+        otherwise="call cattn on the arrays of a chunk for it: tasks have no such argument",
         own="num_threads",
         has_refused=True,
     ),
     "keras": Door(
-        dict.fromkeys(
-            (
-                "dropout_p", "enable_gqa", "layout", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks",
-                "block_mask", "key_indices", "compute_dtype", "rng", "return_weights", "return_lse",
-                "return_dropout_mask", "out",
-            ),
-            _NOT_IN_KERAS,
-        ),
+        {},
+        otherwise="Keras's dot_product_attention has no such argument",
         own="flash_attention",
         spelled={"attn_mask": "mask", "softcap": "attn_logits_soft_cap"},
     ),
     "onnx": Door(
-        dict.fromkeys(
-            (
-                "dropout_p", "enable_gqa", "layout", "bias", "query_seq_lengths", "key_value_seq_starts",
-                "alibi_slopes", "sinks", "block_mask", "key_indices", "compute_dtype", "rng", "return_lse",
-                "return_dropout_mask", "out",
-            ),
-            _NOT_IN_ONNX,
-        )
-        | {"query_offset": "the operator takes it from past_key or nonpad_kv_seqlen"},
+        {"query_offset": "the operator takes it from past_key or nonpad_kv_seqlen"},
+        otherwise="the operator has no such input or attribute",
         own="past_key past_value q_num_heads kv_num_heads softmax_precision qk_matmul_output_mode right_window_size",
         spelled={
             "query": "Q",
@@ -177,7 +175,8 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(("layout", "block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        {},
+        otherwise="not on the command line: call cattn from Python",
         own="help threads force quiet key_scale value_scale",
         spelled={
             "query": "inputs",
@@ -204,4 +203,4 @@ def why_refused(function: Callable[..., Any], name: str) -> str | None:
     """Return why a function lacks this option of attention; None if there is no such option or function."""
     module, _, last = function.__module__.rpartition(".")
     door = DOORS.get(last if module == "cattn.integrations" else function.__name__)
-    return None if door is None else door.refused.get(name)
+    return None if door is None else door.why_refused(name)
