@@ -18,7 +18,6 @@ import cattn
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from cattn.integrations import _jax_passes  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
 
 attention = bridge.dot_product_attention
@@ -152,15 +151,6 @@ def wide(request: pytest.FixtureRequest) -> Iterator[None]:
     callspec = getattr(request.node, "callspec", None)
     with jax.enable_x64(callspec is not None and callspec.params.get("dtype") == "float64"):
         yield
-
-
-@pytest.fixture
-def by_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Call cattn by jax.pure_callback."""
-    monkeypatch.setattr(_jax_passes, "is_foreign", lambda: False)
-    bridge._compiled.clear_cache()
-    yield
-    bridge._compiled.clear_cache()
 
 
 def gradients(function: Callable[..., Any], name: str, dtype: str, *grads: Any) -> tuple[Any, Any, Any]:
@@ -299,13 +289,6 @@ def check_bits(name: str, dtype: str, with_residual: bool) -> None:
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 def test_bits_are_those_of_the_functions_for_numpy(name: str, dtype: str, with_residual: bool) -> None:
     check_bits(name, dtype, with_residual)
-
-
-@pytest.mark.usefixtures("by_python")
-@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.long) for x in DTYPES[1:])])
-@pytest.mark.parametrize("name", CASES)
-def test_calls_by_python_have_the_same_bits(name: str, dtype: str) -> None:
-    check_bits(name, dtype, with_residual=True)
 
 
 def test_gradients_agree_with_differences() -> None:
@@ -461,7 +444,6 @@ def test_the_examples_run() -> None:
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 assert wide  # fixtures
-assert by_python
 
 
 @pytest.mark.parametrize("name", VMAPS)
@@ -490,16 +472,6 @@ def test_gradients_of_a_vmap_sum_over_what_is_shared(name: str) -> None:
         assert_close(a, b, 1e-5)
 
 
-@pytest.mark.usefixtures("by_python")
-@pytest.mark.parametrize("name", ["all", "keys", "bias"])
-def test_calls_by_python_under_vmap_are_a_loop_in_every_bit(name: str) -> None:
-    axes = VMAPS[name]
-    arguments = vmap_arguments(axes)
-    grad = jax.grad(lambda *a: jnp.sin(with_all(*a)).sum(), (0, 1, 2, 3))
-    assert_same(jax.vmap(with_all, axes)(*arguments), loop(with_all, axes, *arguments))
-    assert_same(jax.vmap(grad, axes)(*arguments), loop(grad, axes, *arguments))
-
-
 def test_two_vmaps_are_two_loops() -> None:
     query, key, value = batch((3, B, 9, N, H), (2, B, 9, N, H), (B, 9, N, H))
     inner = partial(loop, attention, (None, 0, None))
@@ -507,11 +479,8 @@ def test_two_vmaps_are_two_loops() -> None:
     assert_same(nested(query, key, value), loop(inner, (0, None, None), query, key, value))
 
 
-@pytest.mark.parametrize("route", ["foreign", "python"])
-def test_two_vmaps_with_dropout_are_two_loops(route: str, request: pytest.FixtureRequest) -> None:
+def test_two_vmaps_with_dropout_are_two_loops() -> None:
     """Of the operands, some are mapped by the outer vmap only, some by the inner one only."""
-    if route == "python":
-        request.getfixturevalue("by_python")
 
     def attend(query: Any, key: Any, value: Any, bias: Any, lengths: Any, sinks: Any, drawn: Any) -> Any:
         options = {"key_value_seq_lengths": lengths, "sinks": sinks, "dropout_p": 0.4, "dropout_key": drawn}
@@ -528,13 +497,8 @@ def test_two_vmaps_with_dropout_are_two_loops(route: str, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, None, 0)])
-@pytest.mark.parametrize("route", ["foreign", "python"])
-def test_dropout_under_vmap_is_a_loop_in_every_bit(
-    axes: tuple[int | None, ...], route: str, request: pytest.FixtureRequest
-) -> None:
+def test_dropout_under_vmap_is_a_loop_in_every_bit(axes: tuple[int | None, ...]) -> None:
     """Each entry draws from its own key, or all draw the same mask from one key."""
-    if route == "python":
-        request.getfixturevalue("by_python")
     query, value = (x if axis == 0 else x[0] for x, axis in zip(batch(*[(3, B, 9, N, H)] * 2), axes, strict=False))
     key = jax.random.key(1) if axes[2] is None else jax.random.split(jax.random.key(1), 3)
     arguments = (query, value, key)

@@ -15,10 +15,9 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from test_jax import assert_same, attention, by_python, plain_formula, wide  # noqa: E402
+from test_jax import assert_same, attention, plain_formula, wide  # noqa: E402
 
 assert wide  # a fixture, which switches float64 on for tests with the dtype float64
-assert by_python  # a fixture, by which JAX calls cattn through Python
 
 rng = np.random.default_rng(3)
 B, T, S, N, K, H, D = 2, 5, 6, 4, 2, 3, 2
@@ -78,13 +77,6 @@ def second_derivatives(function: Callable[..., Any], arrays: tuple[Any, ...]) ->
 @pytest.mark.parametrize("name", OPTIONS)
 def test_second_derivatives_agree_with_differences(dtype: str, name: str) -> None:
     second_derivatives(*case(name))
-
-
-@pytest.mark.parametrize("dtype", ["float64"])
-@pytest.mark.parametrize("name", ["bias of one row", "bias of one column"])
-def test_second_derivatives_by_way_of_python(dtype: str, name: str, by_python: None) -> None:
-    function, arrays = case(name)
-    second_derivatives(function, arrays)
 
 
 @pytest.mark.parametrize("dtype", ["float64"])

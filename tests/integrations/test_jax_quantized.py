@@ -13,7 +13,6 @@ import cattn
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from cattn.integrations import _jax_passes  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
 from support import as_tuple, paired  # noqa: E402
 
@@ -39,14 +38,6 @@ def wide(request: pytest.FixtureRequest) -> Iterator[None]:
     callspec = getattr(request.node, "callspec", None)
     with jax.enable_x64(callspec is not None and callspec.params.get("dtype") == "float64"):
         yield
-
-
-@pytest.fixture
-def by_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_jax_passes, "is_foreign", lambda: False)
-    bridge._compiled.clear_cache()
-    yield
-    bridge._compiled.clear_cache()
 
 
 def arrays_of(name: str, dtype: str, quantized: Any = jnp.int8) -> tuple[Any, Any, Any, dict[str, Any]]:
@@ -110,13 +101,6 @@ def check_bits(name: str, dtype: str, quantized: Any) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_bits_are_those_of_the_functions_for_numpy(name: str, quantized: Any, dtype: str) -> None:
     check_bits(name, dtype, quantized)
-
-
-@pytest.mark.usefixtures("by_python")
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["tokens", "columns", "keys alone"])
-def test_calls_by_python_have_the_same_bits(name: str, dtype: str) -> None:
-    check_bits(name, dtype, jnp.int8)
 
 
 @pytest.mark.parametrize("quantized", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "float8"])

@@ -1,24 +1,26 @@
-"""The passes over attention that C computes for JAX: attention, its gradients, and the derivatives of both.
+"""The passes over attention that C computes for JAX, and their derivatives: up to the second, in both modes.
 
 XLA calls cattn's C code directly, as foreign functions. Python takes no part in a compiled call, and copies no array.
+Each pass has a rule of forward mode, by which the tangents of its results are a linear function of the tangents of its
+operands; another pass is the transpose of this function. What depends on the operands by the results of an earlier
+pass counts as a part of the derivative by the operands.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-import cattn
 from cattn import _cattn
-from cattn._input.objects import BlockMask, Quantized
 
-from ._jax_inputs import Arrays, compute_dtype
+from ._jax_linear import Arrays, call_linear
 
 # The operands of the foreign functions, in the order of csrc/xla/call.h. The attribute `present` says by its bits which
 # of them a call has.
@@ -46,14 +48,9 @@ class Options:
 
     def attributes(self, present: int) -> dict[str, np.generic]:
         """Return the attributes of the foreign functions: XLA_OPTIONS of csrc/xla/call.h."""
-        real = {name: np.float64(getattr(self, name)) for name in ("scale", "softcap", "dropout_p")}
-        return real | {
-            "left": np.int64(self.left),
-            "right": np.int64(self.right),
-            "lower_right": np.int64(self.lower_right),
-            "block_size": np.int64(self.block_size),
-            "present": np.int64(present),
-        }
+        given = {**dataclasses.asdict(self), "present": present}
+        del given["return_residual"]
+        return {name: (np.float64 if isinstance(x, float) else np.int64)(x) for name, x in given.items()}
 
 
 for _name, _target in _cattn._xla_targets().items():
@@ -61,34 +58,24 @@ for _name, _target in _cattn._xla_targets().items():
 
 
 @functools.cache
-def is_foreign() -> bool:
-    """Return whether XLA passes the structs that cattn knows. If not, warn: the calls go by way of Python."""
+def check_foreign_functions() -> None:
+    """Raise RuntimeError if XLA does not pass the structs that cattn knows."""
     # XLA shows its structs when JAX starts the CPU. An import must not do that: JAX could not be configured any more.
     jax.local_devices(backend="cpu")
-    if _cattn._xla_is_known():
-        return True
-    warnings.warn(
-        f"cattn does not know the foreign functions of jaxlib {jax.lib.__version__}: JAX calls it by "
-        f"jax.pure_callback, which is slower and has the same results",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
+    if not _cattn._xla_is_known():
+        raise RuntimeError(
+            f"cattn does not know the foreign functions of jaxlib {jax.lib.__version__}, whose structs have changed: "
+            f"install a version of jaxlib that this cattn was tested with, or call cattn by jax.pure_callback"
+        )
 
 
-# ---- the calls -------------------------------------------------------------------------------------------------------
-def call_pass(which: Pass, options: Options, operands: Arrays, results: Arrays) -> dict[str, Any]:
-    """Call a pass with these operands. `results` has the shape and dtype of each result."""
-    names = [name for name in ARGUMENTS if name in operands]
-    shapes = {name: results[name] for name in RESULTS if name in results}
-    arrays = [operands[name] for name in names]
-    if is_foreign():
-        call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
-        call = functools.partial(call, **options.attributes(sum(BIT[name] for name in (*names, *shapes))))
-    else:
-        python = functools.partial(_call_python, which, options, names, shapes)
-        call = functools.partial(jax.pure_callback, python, tuple(shapes.values()), vmap_method="expand_dims")
-    return dict(zip(shapes, call(*arrays), strict=True))
+def compute_dtype(dtype: Any) -> np.dtype[Any]:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def quantized_names(operands: Arrays) -> list[str]:
+    """Return which of key and value have scales."""
+    return [name for name in ("key", "value") if f"{name}_scale" in operands]
 
 
 def _bias_gradient_shape(query: Any, key: Any, bias: Any) -> tuple[int, ...]:
@@ -106,136 +93,211 @@ def gradient_shapes(at: Arrays, wanted: Sequence[str]) -> dict[str, Any]:
     """Return the shapes of the gradients of a pass from which these can be taken."""
     names = ("query", "key", "value", *(name for name in ("bias", "sinks") if name in wanted))
     shapes = {name: at[name].shape for name in names}
-    if is_foreign() and "bias" in shapes:
+    if "bias" in shapes:
         shapes["bias"] = _bias_gradient_shape(at["query"], at["key"], at["bias"])
-    if is_foreign() and "sinks" in shapes:
+    if "sinks" in shapes:
         shapes["sinks"] = (at["query"].shape[0], at["query"].shape[2])
     dtype = compute_dtype(at["query"].dtype)
     return {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
 
-def _call_python(which: Pass, options: Options, names: list[str], shapes: Arrays, *arrays: Any) -> tuple[Any, ...]:
-    """Do the same by cattn's functions for NumPy."""
-    operands = dict(zip(names, map(np.asarray, arrays), strict=True))
-    n_leading = operands["query"].ndim - 4
-    leading = np.broadcast_shapes(*(array.shape[:n_leading] for array in operands.values()))
-    # Gradients have the leading axes of the call, not of an argument that all entries share.
-    for name, array in operands.items():
-        operands[name] = np.broadcast_to(array, leading + array.shape[n_leading:])
-    results = {name: np.empty(leading + shape.shape, shape.dtype) for name, shape in shapes.items()}
-    for index in np.ndindex(leading):  # a dropout counts from the batch entry, so each index is a call of its own
-        part = {name: array[index] for name, array in operands.items()}
-        for name, result in _PASSES[which](options, part, shapes).items():
-            results[name][index] = result
-    return tuple(results.values())
+_GIVEN = {"out": "grad_out", "residual": "grad_residual"}  # the gradients of results
+
+_Rule = Callable[[Options, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
-def _numpy_options(options: Options, operands: Arrays) -> dict[str, Any]:
-    """Return the keyword arguments of cattn's functions."""
-    tokens = {"query_seq_lengths": "query", "key_value_seq_lengths": "key", "key_value_seq_starts": "key"}
-    counts = {
-        name: np.clip(operands[name], 0, operands[array].shape[1]) for name, array in tokens.items() if name in operands
-    }
-    numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
-    if numbers["query_offset"] is None and not options.lower_right:
-        numbers["query_offset"] = 0
-    words = operands.get("dropout_seed")
-    return {
-        **counts,
-        **numbers,
-        "attn_mask": operands.get("attn_mask"),
-        "block_mask": BlockMask(operands["block_mask"], options.block_size) if "block_mask" in operands else None,
-        "is_causal": "lower_right" if options.lower_right else False,
-        "window_size": (options.left, options.right),
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "dropout_p": options.dropout_p,
-        "rng": None if words is None else int(words[0]) | int(words[1]) << 32,
-        "enable_gqa": True,
-    }
+def compute(options: Options, operands: Arrays) -> dict[str, Any]:
+    """Return attention, and the residual if it is wanted."""
+    return _forward(options, operands, ("out", "residual") if options.return_residual else ("out",))
 
 
-def _heads_first(operands: Arrays, *names: str) -> list[Any]:
-    """Return NumPy's arrays as cattn takes them, those with a scale as Quantized."""
-    found = [operands[name].swapaxes(1, 2) for name in names]
-    scales = [operands.get(f"{name}_scale") for name in names]
-    return [
-        a if scale is None else Quantized._of_argument(a, scale.swapaxes(1, 2), name)
-        for name, a, scale in zip(names, found, scales, strict=True)
-    ]
-
-
-def _forward_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
-    inputs = _heads_first(operands, "query", "key", "value")
-    batch, seqlen_q, heads = operands["query"].shape[:3]
-    dtype = np.float64 if "lse" in shapes else shapes["residual"].dtype if "residual" in shapes else np.float32
-    lse = np.empty((batch, heads, seqlen_q), np.promote_types(dtype, compute_dtype(inputs[0].dtype)))
-    result = cattn.scaled_dot_product_attention(
-        *inputs, return_lse=True, out=cattn.AttentionOutput(lse=lse), **_numpy_options(options, operands)
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"cattn's dot_product_attention has no {what}; jax.nn.dot_product_attention has such derivatives"
     )
-    assert result.out is not None
-    rows = np.ascontiguousarray(lse.swapaxes(1, 2))
-    found = {"out": result.out.swapaxes(1, 2)}
-    if "residual" in shapes:
-        found["residual"] = rows
-    if "lse" in shapes:
-        found["lse"] = rows.view(np.uint32).reshape(*rows.shape, 2)
-    return found
 
 
-def _results_python(operands: Arrays) -> dict[str, Any]:
-    lse = np.ascontiguousarray(operands["forward_lse"]).view(np.float64)[..., 0].swapaxes(1, 2)
-    return {"out": operands["forward_out"].swapaxes(1, 2), "lse": lse}
+# ---- the passes, with their rules ------------------------------------------------------------------------------------
+def _call(which: Pass, options: Options, operands: Arrays, results: Arrays) -> dict[str, Any]:
+    """Call a pass with these operands. `results` has the shape and dtype of each result."""
+    names = [name for name in ARGUMENTS if name in operands]
+    shapes = {name: results[name] for name in RESULTS if name in results}
+
+    def run(*arrays: Any) -> Any:
+        check_foreign_functions()
+        call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
+        return call(*arrays, **options.attributes(sum(BIT[name] for name in (*names, *shapes))))
+
+    def derive(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        moving = {
+            name: tangent
+            for name, tangent in zip(names, tangents, strict=True)
+            if type(tangent) is not jax.custom_derivatives.SymbolicZero
+        }
+        found, moved = _RULES[which](options, dict(zip(names, primals, strict=True)), moving, shapes)
+        none = {name: np.zeros(shape.shape, jax.dtypes.float0) for name, shape in shapes.items()}
+        return tuple(found[name] for name in shapes), tuple({**none, **moved}[name] for name in shapes)
+
+    function: Any = jax.custom_jvp(run)
+    function.defjvp(derive, symbolic_zeros=True)  # the gradient of a constant bias is not computed
+    return dict(zip(shapes, function(*(operands[name] for name in names)), strict=True))
 
 
-def _grad_lse(operands: Arrays) -> Any:
-    return operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
+def _forward(options: Options, operands: Arrays, names: Sequence[str]) -> dict[str, Any]:
+    """Return the results of these names."""
+    query, value = operands["query"], operands["value"]
+    rows = query.shape[:3]
+    shapes = {
+        "out": jax.ShapeDtypeStruct((*rows, value.shape[3]), query.dtype),
+        "residual": jax.ShapeDtypeStruct(rows, compute_dtype(query.dtype)),
+        # Each is a float64, as two words: without jax_enable_x64 JAX has no float64.
+        "lse": jax.ShapeDtypeStruct((*rows, 2), np.uint32),
+    }
+    return _call("forward", options, operands, {name: shapes[name] for name in names})
 
 
-def _gradients(grads: cattn.AttentionGradients, shapes: Arrays) -> dict[str, Any]:
-    """Return the gradients in JAX's layout, with bias and sinks where they are wanted."""
-    found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
-    return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
+def _pick(arrays: Arrays, names: Sequence[str]) -> dict[str, Any]:
+    return {name: arrays[name] for name in names if name in arrays}
 
 
-def _backward_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
-    grad_out, query, key, value = _heads_first(operands, "grad_out", "query", "key", "value")
-    grads = cattn.attention_backward(
-        grad_out, query, key, value, **_results_python(operands), grad_lse=_grad_lse(operands),
-        **_numpy_options(options, operands),
-    )  # fmt: skip
-    return _gradients(grads, shapes)
+def _inputs(at: Arrays) -> dict[str, Any]:
+    """Return the operands of the forward pass and its results."""
+    others = (*_GIVEN.values(), *TANGENTS, "forward_out_tangent", "forward_lse_tangent")
+    return {name: array for name, array in at.items() if name not in others}
 
 
-def _tangents_python(operands: Arrays) -> dict[str, Any]:
-    inputs = {name: operands[name].swapaxes(1, 2) for name in TANGENTS[:3] if name in operands}
-    return inputs | {name: operands[name] for name in TANGENTS[3:] if name in operands}
+def _jvp(options: Options, at: Arrays, along: Arrays) -> dict[str, Any]:
+    """Return the derivatives of both results in this direction."""
+    if quantized_names(at):
+        _refuse("forward mode and no second derivatives with quantized arrays")
+    out = at["forward_out"]
+    given = _inputs(at) | {f"{name}_tangent": tangent for name, tangent in along.items()}
+    return _call("jvp", options, given, {
+        "out_tangent": jax.ShapeDtypeStruct(out.shape, out.dtype),
+        "lse_tangent": jax.ShapeDtypeStruct(out.shape[:3], compute_dtype(out.dtype)),
+    })  # fmt: skip
 
 
-def _jvp_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
-    query, key, value = _heads_first(operands, "query", "key", "value")
-    result = cattn.attention_jvp(
-        query, key, value, **_tangents_python(operands), **_results_python(operands),
-        return_lse=True, **_numpy_options(options, operands),
-    )  # fmt: skip
-    return {"out_tangent": result.out_tangent.swapaxes(1, 2), "lse_tangent": result.lse_tangent.swapaxes(1, 2)}
+def _backward(options: Options, at: Arrays, given: Arrays, shapes: Arrays) -> dict[str, Any]:
+    """Return gradients. `given` has the gradients of the results, of which one may be missing."""
+    arrays = _inputs(at) | {_GIVEN[name]: gradient for name, gradient in given.items()}
+    arrays.setdefault("grad_out", jnp.zeros_like(at["forward_out"]))
+    return _call("backward", options, arrays, shapes)
 
 
-def _jvp_backward_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
-    grad_out, query, key, value, out_tangent = _heads_first(
-        operands, "grad_out", "query", "key", "value", "forward_out_tangent"
-    )
-    grads = cattn.attention_jvp_backward(
-        grad_out, query, key, value, **_results_python(operands), out_tangent=out_tangent,
-        lse_tangent=operands["forward_lse_tangent"].swapaxes(1, 2), grad_lse_tangent=_grad_lse(operands),
-        **_tangents_python(operands), **_numpy_options(options, operands),
-    )  # fmt: skip
-    return _gradients(grads, shapes)
+def _jvp_backward(options: Options, at: Arrays, given: Arrays, along: Arrays, shapes: Arrays) -> dict[str, Any]:
+    """Return gradients of the derivative in this direction, which `at` has as well."""
+    arrays = _inputs(at) | _pick(at, ("forward_out_tangent", "forward_lse_tangent"))
+    arrays |= {_GIVEN[name]: gradient for name, gradient in given.items()}
+    arrays |= {f"{name}_tangent": tangent for name, tangent in along.items()}
+    arrays.setdefault("grad_out", jnp.zeros_like(at["forward_out"]))
+    return _call("jvp_backward", options, arrays, shapes)
 
 
-_PASSES: dict[Pass, Callable[[Options, Arrays, Arrays], dict[str, Any]]] = {
-    "forward": _forward_python,
-    "backward": _backward_python,
-    "jvp": _jvp_python,
-    "jvp_backward": _jvp_backward_python,
+# ---- gradients of arguments that are broadcast -----------------------------------------------------------------------
+def _sum_to(gradient: Any, wanted: Any) -> Any:
+    """Sum over the axes along which an argument of this shape was broadcast."""
+    shapes = zip(gradient.shape, wanted.shape, strict=True)
+    axes = tuple(i for i, (full, own) in enumerate(shapes) if full != own)
+    return (gradient.sum(axis=axes, keepdims=True) if axes else gradient).astype(wanted.dtype)
+
+
+def _as_own(gradients: Arrays, shapes: Arrays) -> dict[str, Any]:
+    """Return gradients in the shapes and dtypes of their arguments."""
+    return {name: _sum_to(gradients[f"grad_{name}"], shapes[name]) for name in INPUTS if name in shapes}
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def _derive_forward(options: Options, operands: Arrays, moving: Arrays, shapes: Arrays) -> tuple[Arrays, Arrays]:
+    found = _forward(options, operands, (*(name for name in shapes if name != "lse"), "lse"))
+    at = {**operands, "forward_out": found["out"], "forward_lse": found["lse"]}
+    results = {name: shape for name, shape in shapes.items() if name != "lse"}
+
+    def derive(at: Arrays, along: Arrays, shapes: Arrays) -> Arrays:
+        moved = _jvp(options, at, along)
+        return {"out": moved["out_tangent"], "residual": moved["lse_tangent"]}
+
+    def transpose(at: Arrays, given: Arrays, shapes: Arrays) -> Arrays:
+        return _as_own(_backward(options, at, given, gradient_shapes(at, list(shapes))), shapes)
+
+    return found, call_linear(derive, transpose, at, _pick(moving, INPUTS), results)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+def _broadcast_to(tangents: Arrays, at: Arrays) -> dict[str, Any]:
+    """Return `at` with bias and sinks in the shapes of their tangents."""
+    names = [name for name in ("bias", "sinks") if name in tangents]
+    return {**at, **{name: jnp.broadcast_to(at[name], tangents[name].shape) for name in names}}
+
+
+def _given(at: Arrays) -> dict[str, Any]:
+    return {name: at[given] for name, given in _GIVEN.items() if given in at}
+
+
+def _derive_backward(options: Options, operands: Arrays, moving: Arrays, shapes: Arrays) -> tuple[Arrays, Arrays]:
+    found = _call("backward", options, operands, shapes)
+
+    def derive(at: Arrays, along: Arrays, shapes: Arrays) -> Arrays:
+        parts = []
+        inputs, given = _pick(along, INPUTS), _given(along)
+        if inputs:
+            moved = {f"forward_{name}": x for name, x in _jvp(options, at, inputs).items()}
+            parts.append(_jvp_backward(options, {**at, **moved}, _given(at), inputs, shapes))
+        if given:
+            parts.append(_backward(options, at, given, shapes))
+        return {name: functools.reduce(operator.add, (part[name] for part in parts)) for name in shapes}
+
+    def transpose(at: Arrays, gradients: Arrays, shapes: Arrays) -> Arrays:
+        along = {name.removeprefix("grad_"): tangent for name, tangent in gradients.items()}
+        along = {name: tangent.astype(at[name].dtype) for name, tangent in along.items()}
+        at = _broadcast_to(along, at)
+        moved = _jvp(options, at, along)
+        results = {"grad_out": moved["out_tangent"], "grad_residual": moved["lse_tangent"]}
+        if any(name in shapes for name in INPUTS):
+            at |= {f"forward_{name}": x for name, x in moved.items()}
+            second = _jvp_backward(options, at, _given(at), along, gradient_shapes(at, list(shapes)))
+            results |= _as_own(second, shapes)
+        return {name: results[name].astype(shape.dtype) for name, shape in shapes.items()}
+
+    return found, call_linear(derive, transpose, operands, _pick(moving, (*INPUTS, *_GIVEN.values())), shapes)
+
+
+# ---- the derivative in a direction -----------------------------------------------------------------------------------
+def _derive_jvp(options: Options, operands: Arrays, moving: Arrays, shapes: Arrays) -> tuple[Arrays, Arrays]:
+    found = _call("jvp", options, operands, shapes)
+    at = {**operands, **{f"forward_{name}": x for name, x in found.items()}}
+
+    def derive(at: Arrays, along: Arrays, shapes: Arrays) -> Arrays:
+        if any(name in along for name in INPUTS):
+            _refuse(
+                "forward mode over forward mode (jax.jacfwd of jax.jacfwd, jax.jvp of jax.jvp): take jax.hessian for "
+                "second derivatives; it has no third derivatives"
+            )
+        return _jvp(options, at, {name.removesuffix("_tangent"): x for name, x in along.items()})
+
+    def transpose(at: Arrays, gradients: Arrays, shapes: Arrays) -> Arrays:
+        given = {"out" if name == "out_tangent" else "residual": x for name, x in gradients.items()}
+        results = {}
+        if any(name in shapes for name in INPUTS):
+            along = {name: at[f"{name}_tangent"] for name in INPUTS if f"{name}_tangent" in at}
+            wanted = gradient_shapes(at, list(shapes))
+            results = _as_own(_jvp_backward(options, at, given, along, wanted), shapes)
+        tangents = {name: shapes[f"{name}_tangent"] for name in INPUTS if f"{name}_tangent" in shapes}
+        if tangents:
+            first = _as_own(_backward(options, at, given, gradient_shapes(at, list(tangents))), tangents)
+            results |= {f"{name}_tangent": x for name, x in first.items()}
+        return results
+
+    return found, call_linear(derive, transpose, at, _pick(moving, (*INPUTS, *TANGENTS)), shapes)
+
+
+def _refuse_third(options: Options, operands: Arrays, moving: Arrays, shapes: Arrays) -> NoReturn:
+    _refuse("third derivatives")
+
+
+_RULES: dict[Pass, _Rule] = {
+    "forward": _derive_forward,
+    "backward": _derive_backward,
+    "jvp": _derive_jvp,
+    "jvp_backward": _refuse_third,
 }
