@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import cattn
+from cattn import _cattn
 from cattn._input.arrays import as_bias, as_integers, as_mask, cast, is_quantized, read_array
 from cattn._input.checks import as_size
 from cattn._input.doors import DOORS
@@ -47,30 +48,34 @@ da: Any = dask.array  # its functions have no types
 
 Part: TypeAlias = tuple[NDArray[Any], NDArray[Any]]  # the output over some keys, and its float64 lse
 
+# Operands that are cut by their letters besides query, key, value and the scales.
+_MASKS_AND_HEADS = [name for name, axes, *_ in _cattn._operands() if axes in ("NTS", "N")]
 _MERGED_AT_ONCE = 4  # parts that one task merges: few, so that a worker holds few of them at a time
 _UNBOUNDED = 2**61  # no sum of positions overflows
 
 
 # ---- tasks: pure functions of NumPy arrays ---------------------------------------------------------------------------
 def _attend(
-    query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], attn_mask: NDArray[Any] | None,
-    bias: NDArray[Any] | None, alibi_slopes: NDArray[Any] | None, sinks: NDArray[Any] | None,
-    key_scale: NDArray[Any] | None = None, value_scale: NDArray[Any] | None = None, *,
-    rows: tuple[int, ...], num_threads: int, **options: Any,
-) -> Part:  # fmt: skip
-    """Attend from one chunk of queries to one chunk of keys."""
+    *chunks: NDArray[Any], names: Sequence[str], rows: tuple[int, ...], num_threads: int, **options: Any
+) -> Part:
+    """Attend from one chunk of queries to one chunk of keys. The names are those of the operands."""
+    given = dict(zip(names, chunks, strict=True))
+    query, key, value = (given.pop(name) for name in ("query", "key", "value"))
+    key_scale, value_scale = given.pop("key_scale", None), given.pop("value_scale", None)
+    attn_mask = given.get("attn_mask")
     if query.itemsize == key.itemsize == value.itemsize == 2:  # so that halves are rounded once, after the last merge
         query, key, value = cast(query, "query", "f"), cast(key, "key", "f"), cast(value, "value", "f")
     if attn_mask is not None and attn_mask.dtype.kind != "b":
         # Not as attn_mask: a chunk of an additive mask may hold only 0 and 1, of which cattn warns.
         dtype = "d" if max(query.itemsize, key.itemsize, value.itemsize) == 8 else "f"
-        bias, attn_mask = _add_masks(attn_mask, bias, dtype), None
+        given["bias"] = _add_masks(given.pop("attn_mask"), given.get("bias"), dtype)
     lse = np.empty(rows, np.float64)
+    attend: Any = cattn.scaled_dot_product_attention  # its overloads do not see through **given
     with cattn.num_threads(num_threads):
-        result = cattn.scaled_dot_product_attention(
+        result = attend(
             query, key if key_scale is None else Quantized._of_argument(key, key_scale, "key"),
-            value if value_scale is None else Quantized._of_argument(value, value_scale, "value"), attn_mask,
-            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=True, out=AttentionOutput(lse=lse), **options,
+            value if value_scale is None else Quantized._of_argument(value, value_scale, "value"),
+            return_lse=True, out=AttentionOutput(lse=lse), **given, **options,
         )  # fmt: skip
     return result.out, lse
 
@@ -87,12 +92,13 @@ def _add_masks(attn_mask: NDArray[Any], bias: NDArray[Any] | None, dtype: str) -
 
 
 def _attend_to_nothing(
-    sinks: NDArray[Any] | None, *, rows: tuple[int, ...], d_v: int, dtype: Any, **options: Any
+    *sinks: NDArray[Any], rows: tuple[int, ...], d_v: int, dtype: Any, num_threads: int, enable_gqa: bool | None
 ) -> Part:
-    """Return the result of queries that see no key at all, which depends on no chunk but the sinks."""
+    """Return the result of queries that see no key at all, which depends on no chunk but the sinks'."""
     query, key, value = (np.empty((*rows[:-1], *shape), dtype) for shape in ((rows[-1], 1), (0, 1), (0, d_v)))
     query.fill(0)
-    return _attend(query, key, value, None, None, None, sinks, rows=rows, **options)
+    names = ("query", "key", "value", "sinks")[: 3 + len(sinks)]
+    return _attend(query, key, value, *sinks, names=names, rows=rows, num_threads=num_threads, enable_gqa=enable_gqa)
 
 
 def _merge(parts: list[Part]) -> Part:
@@ -148,25 +154,23 @@ class _Ranges(NamedTuple):
         return found
 
 
-def _read_ranges(
-    batch: tuple[int, ...], T_q: int, T_k: int, is_causal: Alignment, query_offset: Any, query_seq_lengths: Any,
-    key_value_seq_lengths: Any, key_value_seq_starts: Any, window_size: Window, has_slopes: bool,
-) -> _Ranges:  # fmt: skip
+def _read_ranges(batch: tuple[int, ...], T_q: int, T_k: int, given: dict[str, Any]) -> _Ranges:
     """Read arguments that `cattn.explain` has checked."""
 
-    def read(numbers: Any, name: str, most: int) -> NDArray[np.int64] | None:
+    def read(name: str, most: int) -> NDArray[np.int64] | None:
+        numbers = given[name]
         return None if numbers is None else np.broadcast_to(as_integers(numbers, name, -most, most), batch)
 
+    is_causal, window_size = given["is_causal"], given["window_size"]
     causal = bool(is_causal)
     left, right = (_UNBOUNDED if side in (None, -1) else min(int(side), _UNBOUNDED) for side in window_size or (-1, -1))
-    queries = read(query_seq_lengths, "query_seq_lengths", T_q)
-    keys = read(key_value_seq_lengths, "key_value_seq_lengths", T_k)
-    starts = read(key_value_seq_starts, "key_value_seq_starts", T_k)
-    offset = read(0 if query_offset is None else query_offset, "query_offset", _UNBOUNDED)
+    queries, keys = read("query_seq_lengths", T_q), read("key_value_seq_lengths", T_k)
+    starts = read("key_value_seq_starts", T_k)
+    offset = read("query_offset", _UNBOUNDED)
+    offset = np.zeros(batch, np.int64) if offset is None else offset
     if isinstance(is_causal, str) and is_causal == "lower_right":
         offset = np.broadcast_to((T_k if keys is None else keys) - (T_q if queries is None else queries), batch)
-    assert offset is not None
-    positional = causal or has_slopes or min(left, right) < _UNBOUNDED
+    positional = causal or given["alibi_slopes"] is not None or min(left, right) < _UNBOUNDED
     return _Ranges(causal, left, 0 if causal else right, positional, offset, queries, keys, starts)
 
 
@@ -205,12 +209,6 @@ def _with_dims(array: Any, ndim: int) -> Any:
 def _stand_in(obj: Any) -> Any:
     """Return an array of the same shape and dtype that occupies no memory, or NumPy's own arrays as they are."""
     return np.broadcast_to(np.zeros((), obj.dtype), obj.shape) if isinstance(obj, da.Array) else obj
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{name} is not available for dask arrays: {DOORS['dask'].refused[name]}")
 
 
 def _chunk_seed(seed: int, starts: Sequence[int]) -> int:
@@ -407,70 +405,61 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse(
-        layout=layout != "bhtd",
-        return_weights=return_weights,
-        return_dropout_mask=return_dropout_mask,
-        key_indices=key_indices,
-        out=out,
-    )
-    numbers: dict[str, Any] = {
-        "query_offset": query_offset,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "key_value_seq_starts": key_value_seq_starts,
-    }
-    for name, given in numbers.items():
-        if isinstance(given, da.Array):
+    given: dict[str, Any] = dict(locals())
+    del given["num_threads"], given["return_lse"]
+    given["layout"] = layout != "bhtd"
+    for name, reason in DOORS["dask"].refused.items():
+        if (unavailable := given.pop(name)) is not None and unavailable is not False:
+            raise NotImplementedError(f"{name} is not available for dask arrays: {reason}")
+    for name, axes, *_ in _cattn._operands():
+        if axes == "" and isinstance(given[name], da.Array):
             raise TypeError(f"{name} must be an int or a NumPy array, because it decides which tasks exist: "
                             f"pass {name}.compute()")  # fmt: skip
     threads = as_size(num_threads, "num_threads", maximum=2**31 - 1)
-    query = _as_dask(query, "query")
-    (key, key_scale), (value, value_scale) = _read_stored(key, "key"), _read_stored(value, "value")
-    inputs, scales = (query, key, value), (key_scale, value_scale)
+    arrays: dict[str, Any] = {"query": _as_dask(query, "query")}
+    for name, stored in (("key", key), ("value", value)):
+        arrays[name], arrays[f"{name}_scale"] = _read_stored(stored, name)
     blocks, size = split_blocks(block_mask)
     blocks = blocks if blocks is None else _as_dask(blocks, "block_mask")
-    masks = [given if given is None else _as_dask(given, name) for name, given in
-             (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
+    for name in _MASKS_AND_HEADS:
+        arrays[name] = None if given[name] is None else _as_dask(given[name], name)
 
     # cattn checks the arguments, and says what the whole call would return
-    stored: Any = [_stand_in(x) if scale is None else Quantized._of_checked(_stand_in(x), np.ones((), np.float32))
-                   for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
-    scores: dict[str, Any] = {
-        "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "compute_dtype": compute_dtype,
-    }  # fmt: skip
-    plan = cattn.explain(
-        _stand_in(query), stored[0], stored[1], _stand_in(attn_mask), dropout_p, is_causal,
-        bias=_stand_in(bias), window_size=window_size, alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks),
-        block_mask=blocks if blocks is None else BlockMask._of_argument(_stand_in(blocks), size), rng=rng,
-        return_lse=True, **numbers, **scores,
-    )  # fmt: skip
+    stands = {name: _stand_in(x) for name, x in (given | {"query": arrays["query"]}).items()}
+    for name in ("key", "value"):
+        stands[name] = _stand_in(arrays[name])
+        if arrays[f"{name}_scale"] is not None:
+            stands[name] = Quantized._of_checked(stands[name], np.ones((), np.float32))
+    stands["block_mask"] = blocks if blocks is None else BlockMask._of_argument(_stand_in(blocks), size)
+    explain: Any = cattn.explain  # its overloads do not see through **stands
+    plan = explain(**stands, return_lse=True)
     (shape, dtype), (_, lse_dtype) = plan.outputs["out"], plan.outputs["lse"]
     dtypes = dtype, lse_dtype
     if blocks is not None:
-        masks[0] = add_blocks(masks[0], blocks, operator.index(size), query, key)
+        arrays["attn_mask"] = add_blocks(
+            arrays["attn_mask"], blocks, operator.index(size), arrays["query"], arrays["key"]
+        )
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
-    problem = _Problem(inputs, masks, scales, shape, enable_gqa is not None and bool(enable_gqa), threads, dtypes)
-    ranges = _read_ranges(problem.batch, shape[-2], key.shape[-2], is_causal, query_offset, query_seq_lengths,
-                          key_value_seq_lengths, key_value_seq_starts, window_size,
-                          alibi_slopes is not None)  # fmt: skip
+    problem = _Problem(arrays, shape, enable_gqa is not None and bool(enable_gqa), threads, dtypes)
+    ranges = _read_ranges(problem.batch, shape[-2], arrays["key"].shape[-2], given)
+    scores = {name: given[name] for name in ("scale", "enable_gqa", "softcap", "compute_dtype")}
     seed = draw_seed(rng) if float(dropout_p) > 0 else None
     if seed is not None:
         scores["dropout_p"] = float(dropout_p)
-    arrays = problem.build(ranges, scores, seed)
+    results = problem.build(ranges, scores, seed)
     if return_lse:
-        return AttentionOutput(out=arrays[0], lse=arrays[1], dropout_seed=seed)
-    return arrays[0]
+        return AttentionOutput(out=results[0], lse=results[1], dropout_seed=seed)
+    return results[0]
 
 
 class _Problem:
     """The operands of a call in common chunks, and the graph over them."""
 
     def __init__(
-        self, inputs: Sequence[Any], masks: Sequence[Any], scales: Sequence[Any], shape: tuple[int, ...],
-        forced_heads: bool, num_threads: int, dtypes: tuple[Any, Any],
+        self, arrays: dict[str, Any], shape: tuple[int, ...], forced_heads: bool, num_threads: int,
+        dtypes: tuple[Any, Any],
     ) -> None:  # fmt: skip
         lead = shape[:-2]
         has_heads = len(shape) > 3 or (forced_heads and len(shape) == 3)
@@ -478,29 +467,31 @@ class _Problem:
         self.num_threads, self.has_heads = num_threads, has_heads
         self.dtypes = dtypes
         self.compute_dtype: DTypeLike = np.float64 if dtypes[0] == np.float64 else np.float32
-        query, key, value = (_with_dims(x, len(shape)) for x in inputs)
-        query, key, value = (x.rechunk({x.ndim - 1: -1}) for x in (query, key, value))
+        inputs = [_with_dims(arrays[name], len(shape)) for name in ("query", "key", "value")]
+        query, key, value = (x.rechunk({x.ndim - 1: -1}) for x in inputs)
         self.lead = [
             (head_intervals if has_heads and axis == len(lead) - 1 else batch_intervals)(n, (query, key, value), axis)
             for axis, n in enumerate(lead)
         ]
         self.rows, self.keys = intervals_of(query.chunks[-2]), intervals_of(key.chunks[-2])
-        depth, d_v = intervals_of(query.shape[-1:]), intervals_of(value.shape[-1:])
-        self.query = Operand(query, [*self.lead, self.rows, depth])
-        self.key = Operand(key, [*self.lead, self.keys, depth])
-        self.value = Operand(value, [*self.lead, self.keys, d_v])
-        self.scales = [
-            x if x is None else Operand(_with_dims(x, len(shape)), [*self.lead, self.keys, columns])
-            for x, columns in zip(scales, (depth, d_v), strict=True)
-        ]
-        elementwise, per_head = [*self.lead, self.rows, self.keys], [*self.lead, *[[(0, 1)]] * (not has_heads)]
-        self.masks = [x if x is None else Operand(_with_dims(x, len(elementwise)), elementwise) for x in masks[:2]]
-        self.per_head = [x if x is None else Operand(_with_dims(x, len(per_head)), per_head) for x in masks[2:]]
+        self.axes = {"T": self.rows, "S": self.keys, "H": intervals_of(query.shape[-1:])}
+        self.axes["D"] = intervals_of(value.shape[-1:])
+        arrays = {**arrays, "query": query, "key": key, "value": value}
+        self.letters = {name: axes for name, axes, *_ in _cattn._operands() if arrays.get(name) is not None}
+        self.operands = {name: self._cut(arrays[name], letters) for name, letters in self.letters.items()}
 
-    def operands(self) -> Iterator[Any]:
-        """Yield all dask arrays."""
-        operands = (self.query, self.key, self.value, *self.masks, *self.per_head, *self.scales)
-        yield from (operand.array for operand in operands if operand is not None)
+    def _cut(self, array: Any, letters: str) -> Operand:
+        """Cut an operand at the intervals of its axes. One number for each head has an axis of heads in any case."""
+        without_heads = [[(0, 1)]] * (letters == "N" and not self.has_heads)
+        intervals = [*self.lead, *without_heads, *(self.axes[letter] for letter in letters[1:])]
+        return Operand(_with_dims(array, len(intervals)), intervals)
+
+    def _at(self, name: str, lead: Sequence[int], i: int, j: int) -> tuple[Any, ...]:
+        """Return the key of an operand's block for these chunks of batch and heads, of queries, and of keys."""
+        letters = self.letters[name]
+        without_heads = [0] * (letters == "N" and not self.has_heads)
+        own = {"T": i, "S": j}
+        return self.operands[name].at([*lead, *without_heads, *(own.get(letter, 0) for letter in letters[1:])])
 
     def build(self, ranges: _Ranges, scores: dict[str, Any], seed: int | None) -> list[Any]:
         """Return the output and the lse as dask arrays over one graph."""
@@ -509,7 +500,8 @@ class _Problem:
         if 0 in self.shape[:-1]:  # no task: nothing is computed
             kinds = zip(sizes, self.dtypes, strict=True)
             return [da.empty(tuple(map(sum, size)), dtype=dtype, chunks=size) for size, dtype in kinds]
-        token = tokenize(*(x.name for x in self.operands()), self.shape, *ranges, scores, seed, self.num_threads)
+        names = [(name, operand.array.name) for name, operand in self.operands.items()]
+        token = tokenize(names, self.shape, *ranges, scores, seed, self.num_threads)
         graph: dict[Any, Any] = {}
         results: list[tuple[str, dict[Any, Any]]] = [(f"cattn-{name}-{token}", {}) for name in ("attention", "lse")]
         for at in itertools.product(*map(range, map(len, [*self.lead, self.rows]))):
@@ -518,7 +510,7 @@ class _Problem:
                 index = (*at, 0) if field == 0 else at
                 layer[(name, *index)] = (functools.partial(_finish, field=field, dtype=self.dtypes[field]), part)
         parts = f"cattn-parts-{token}"
-        shared = HighLevelGraph.from_collections(parts, graph, dependencies=list(self.operands()))
+        shared = HighLevelGraph.from_collections(parts, graph, dependencies=[x.array for x in self.operands.values()])
         arrays = []
         for field, (name, layer) in enumerate(results):
             whole = HighLevelGraph({**shared.layers, name: layer}, {**shared.dependencies, name: {parts}})
@@ -535,7 +527,6 @@ class _Problem:
         batch = tuple(slice(*interval) for interval in where[: len(self.batch)])
         rows = (*(b - a for a, b in where), self.rows[i][1] - self.rows[i][0])
         options: dict[str, Any] = {"rows": rows, "num_threads": self.num_threads}
-        per_head = [x if x is None else x.at([*lead, *[0] * (not self.has_heads)]) for x in self.per_head]
         visible = [j for j, keys in enumerate(self.keys) if ranges.sees(batch, self.rows[i], keys)]
         if not visible:
             name = (f"cattn-hidden-{token}", *at)
@@ -543,7 +534,7 @@ class _Problem:
                 _attend_to_nothing, d_v=self.shape[-1], dtype=self.compute_dtype, enable_gqa=scores["enable_gqa"],
                 **options,
             )  # fmt: skip
-            graph[name] = (task, per_head[1])
+            graph[name] = (task, *(self._at("sinks", lead, i, 0) for _ in self.letters.keys() & {"sinks"}))
             return name
         parts: list[tuple[Any, ...]] = []
         for j in visible:
@@ -551,14 +542,10 @@ class _Problem:
             if seed is not None:
                 starts = [a for a, _ in (*where, self.rows[i], self.keys[j])]
                 options["rng"] = _chunk_seed(seed, starts)
-            masks = [x if x is None else x.at([*at, j]) for x in self.masks]
-            scales = [x if x is None else x.at([*lead, j, 0]) for x in self.scales]
-            sinks = per_head[1] if j == visible[0] else None  # once for each query
+            names = [name for name in self.letters if name != "sinks" or j == visible[0]]  # a sink counts once
             parts.append((f"cattn-pair-{token}", *at, j))
-            graph[parts[-1]] = (
-                functools.partial(_attend, **scores, **options), self.query.at([*at, 0]), self.key.at([*lead, j, 0]),
-                self.value.at([*lead, j, 0]), *masks, per_head[0], sinks, *scales,
-            )  # fmt: skip
+            task = functools.partial(_attend, names=names, **scores, **options)
+            graph[parts[-1]] = (task, *(self._at(name, lead, i, j) for name in names))
         return _add_tree(graph, f"cattn-merge-{token}", at, parts)
 
 
