@@ -16,6 +16,35 @@ if TYPE_CHECKING:
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
 
 
+class _Plain(AttentionOptions, total=False):
+    """Options of a call that returns an array."""
+
+    return_weights: Literal[False]
+    return_lse: Literal[False]
+    return_dropout_mask: Literal[False]
+
+
+class _WithWeights(AttentionOptions, total=False):
+    """Options besides return_weights, which the next two lack in the same way."""
+
+    return_lse: bool | LseDType
+    return_dropout_mask: bool
+
+
+class _WithLse(AttentionOptions, total=False):
+    return_weights: bool
+    return_dropout_mask: bool
+
+
+class _WithDropoutMask(AttentionOptions, total=False):
+    return_weights: bool
+    return_lse: bool | LseDType
+
+
+class _Extras(_WithDropoutMask, total=False):
+    return_dropout_mask: bool
+
+
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
@@ -25,11 +54,8 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[False] = ...,
-    return_dropout_mask: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Plain],
 ) -> NDArray[Any]: ...
 @overload
 def scaled_dot_product_attention(
@@ -41,10 +67,8 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: Literal[True],
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_WithWeights],
 ) -> AttentionOutput: ...
 @overload
 def scaled_dot_product_attention(
@@ -55,11 +79,9 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    return_weights: bool = ...,
     return_lse: Literal[True] | LseDType,
-    return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_WithLse],
 ) -> AttentionOutput: ...
 @overload
 def scaled_dot_product_attention(
@@ -70,11 +92,9 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
     return_dropout_mask: Literal[True],
     out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_WithDropoutMask],
 ) -> AttentionOutput: ...
 @overload
 def scaled_dot_product_attention(
@@ -85,11 +105,8 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
     out: AttentionOutput,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Extras],
 ) -> AttentionOutput: ...
 @overload
 def scaled_dot_product_attention(
@@ -100,11 +117,8 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Extras],
 ) -> Any: ...
 @implemented_in_c
 def scaled_dot_product_attention(
@@ -324,11 +338,8 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[False] = ...,
-    return_dropout_mask: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Plain],
 ) -> NDArray[Any]: ...
 @overload
 def causal_attention(
@@ -339,10 +350,8 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: Literal[True],
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_WithWeights],
 ) -> AttentionOutput: ...
 @overload
 def causal_attention(
@@ -352,11 +361,9 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    return_weights: bool = ...,
     return_lse: Literal[True] | LseDType,
-    return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_WithLse],
 ) -> AttentionOutput: ...
 @overload
 def causal_attention(
@@ -366,11 +373,9 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
     return_dropout_mask: Literal[True],
     out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_WithDropoutMask],
 ) -> AttentionOutput: ...
 @overload
 def causal_attention(
@@ -380,11 +385,8 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
     out: AttentionOutput,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Extras],
 ) -> AttentionOutput: ...
 @overload
 def causal_attention(
@@ -394,11 +396,8 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Extras],
 ) -> Any: ...
 @implemented_in_c
 def causal_attention(

@@ -164,6 +164,9 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     return np.concatenate([powers(below), powers(2 * below)[::2][: num_heads - below]])
 
 
+_OF_THE_BATCH = ("query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts")
+
+
 @with_hints
 def show_mask(
     T_q: int,
@@ -224,30 +227,17 @@ def show_mask(
     query 1  .xxx.
     query 2  ..xxx
     """
+    options: dict[str, Any] = {name: x for name, x in locals().items() if name not in ("T_q", "T_k")}
     T_q, T_k = as_size(T_q, "T_q", 0), as_size(T_q if T_k is None else T_k, "T_k", 0)
-    batch_dims = _batch_dims(
-        shape_of(attn_mask, "attn_mask")[:-2],
-        query_offset=shape_of(query_offset, "query_offset"),
-        query_seq_lengths=shape_of(query_seq_lengths, "query_seq_lengths"),
-        key_value_seq_lengths=shape_of(key_value_seq_lengths, "key_value_seq_lengths"),
-        key_value_seq_starts=shape_of(key_value_seq_starts, "key_value_seq_starts"),
-    )
-    options: dict[str, Any] = {
-        "attn_mask": attn_mask,
-        "is_causal": is_causal,
-        "query_offset": query_offset,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "key_value_seq_starts": key_value_seq_starts,
-        "window_size": window_size,
-    }
+    batches = {name: shape_of(options[name], name) for name in _OF_THE_BATCH}
+    batch_dims = _batch_dims(shape_of(attn_mask, "attn_mask")[:-2], **batches)
     if len(batch_dims) > MOST_DIMS - 2:
         names = "attn_mask, query_offset, query_seq_lengths, key_value_seq_lengths and key_value_seq_starts"
         raise ValueError(f"{names} broadcast to {len(batch_dims)} leading dimensions, more than {MOST_DIMS - 2}")
     query, key = (np.broadcast_to(np.zeros(1, np.float32), (*batch_dims, T, 1)) for T in (T_q, T_k))
     if T_q > MOST_ROWS:  # the matrix of all queries may be too large
         explain(query, key, key, **options)  # checks the arguments
-        query, options = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, **options)
+        query, options = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, options)
     visible = ~np.isneginf(attention_weights(query, key, **options, stage="mask"))
     if not batch_dims:
         return Text(_show(visible, T_q))
@@ -255,34 +245,21 @@ def show_mask(
     return Text("\n\n".join(blocks))
 
 
-def _first_queries(
-    T_q: int,
-    T_k: int,
-    attn_mask: Any,
-    is_causal: Alignment,
-    query_offset: Any,
-    query_seq_lengths: Any,
-    key_value_seq_lengths: Any,
-    key_value_seq_starts: Any,
-    window_size: Window,
-) -> dict[str, Any]:
+def _first_queries(T_q: int, T_k: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return arguments for a call of the first MOST_ROWS queries, which then have the same masks."""
     queries, keys = (
-        np.asarray(default if lengths is None else lengths, np.int64)
-        for lengths, default in ((query_seq_lengths, T_q), (key_value_seq_lengths, T_k))
+        np.asarray(default if options[name] is None else options[name], np.int64)
+        for name, default in (("query_seq_lengths", T_q), ("key_value_seq_lengths", T_k))
     )
-    if is_word(is_causal, "lower_right"):
-        is_causal, query_offset = "upper_left", keys - queries
-    mask = None if attn_mask is None else as_mask(attn_mask, "attn_mask", "f")
-    return {
-        "attn_mask": mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., :MOST_ROWS, :],
-        "is_causal": is_causal,
-        "query_offset": 0 if query_offset is None else query_offset,
-        "query_seq_lengths": None if query_seq_lengths is None else np.minimum(queries, MOST_ROWS),
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "key_value_seq_starts": key_value_seq_starts,
-        "window_size": window_size,
-    }
+    changed = {"query_offset": 0 if options["query_offset"] is None else options["query_offset"]}
+    if is_word(options["is_causal"], "lower_right"):
+        changed = {"is_causal": "upper_left", "query_offset": keys - queries}
+    if options["query_seq_lengths"] is not None:
+        changed["query_seq_lengths"] = np.minimum(queries, MOST_ROWS)
+    if options["attn_mask"] is not None:
+        mask = as_mask(options["attn_mask"], "attn_mask", "f")
+        changed["attn_mask"] = mask if mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., :MOST_ROWS, :]
+    return options | changed
 
 
 def _batch_dims(mask_batch_dims: tuple[int, ...], **batches: tuple[int, ...]) -> tuple[int, ...]:
