@@ -182,6 +182,48 @@ def _check_others(others: dict[str, Any]) -> None:
             check_class(tensor, name)
 
 
+def _are_direct(query: Any, key: Any, value: Any) -> bool:
+    """Return whether PyTorch only computes, and cattn may read these three at once."""
+    return (
+        nobody_watches()
+        and is_readable(query)
+        and is_readable(key)
+        and is_readable(value)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _have_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return query.dtype is key.dtype is value.dtype and query.dtype in DTYPES
+
+
+def attend_at_once(tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
+    """Return attention without gradients of tensors that cattn may read at once, or None where it may not.
+
+    The tensors are query, key, value and the mask.
+    """
+    query, key, value, attn_mask = tensors
+    if not _are_direct(query, key, value) or not _have_one_dtype(query, key, value):
+        return None
+    if attn_mask is not None and not is_readable(attn_mask):
+        return None
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+    ):
+        return None
+    options: dict[str, Any] = {"enable_gqa": enable_gqa}
+    if is_causal:
+        options["is_causal"] = "upper_left"
+    if scale is not None:
+        options["scale"] = scale
+    result: Any = recorded("cattn::attention", forward, (*tensors, None, None), options, False, False)
+    found: Tensor = result[0]
+    return found
+
+
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
@@ -360,16 +402,12 @@ def scaled_dot_product_attention(
     blocks, block_size = read_block_mask(block_mask)
     extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
     direct = (
-        nobody_watches()
-        and is_readable(query)
-        and is_readable(key)
-        and is_readable(value)
-        and (scaled or (query.dtype is key.dtype is value.dtype and query.dtype in DTYPES))
+        _are_direct(query, key, value)
+        and (scaled or _have_one_dtype(query, key, value))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))
         and (blocks is None or is_readable(blocks))
         and (key_indices is None or is_readable(key_indices))
-        and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}

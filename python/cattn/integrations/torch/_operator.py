@@ -59,7 +59,8 @@ def tokens_first(query: Tensor) -> bool:
 
     The output follows, as PyTorch's does, so that its heads can be joined without a copy.
     """
-    return query.ndim == 4 and query.shape[2] != 1 and query.stride(1) < query.stride(2)
+    strides = query.stride()
+    return len(strides) == 4 and strides[1] < strides[2] and query.shape[2] != 1
 
 
 def empty_output(rows: tuple[int, ...], query: Tensor, value: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def _with_extras(
     options: dict[str, Any], attn_mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions, with the operands that most calls do not have."""
-    if options.keys() & {"key_scale", "value_scale", "block_mask"}:
+    if "block_mask" in options or "key_scale" in options or "value_scale" in options:
         options = {name: x for name, x in options.items() if name not in ("key_scale", "value_scale")}
         blocks, size = options.pop("block_mask", None), options.pop("block_size", None)
         options["block_mask"] = None if blocks is None else cattn.BlockMask._of_argument(blocks, size)

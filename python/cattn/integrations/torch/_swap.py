@@ -24,7 +24,7 @@ from cattn._input.contexts import block
 
 from ... import _cattn
 from ...functional import linear
-from ._attention import ComputeDType, read_compute_dtype, scaled_dot_product_attention
+from ._attention import ComputeDType, attend_at_once, read_compute_dtype, scaled_dot_product_attention
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses, notices
 from ._tensors import DTYPES, as_array, as_plain, as_tensor, is_causal_bias, is_plain, is_traced, run_uncompiled
 
@@ -113,38 +113,57 @@ _OPERATORS = (
 )
 
 
-def _fits(operator: _Operator, tensors: tuple[Any, ...], out: Tensor | None) -> bool:
+def _fits(operator: _Operator, added: Any, a: Any, b: Any, out: Any) -> bool:
     """Return whether cattn computes this; PyTorch raises the errors for wrong shapes and mixed dtypes."""
-    *added, a, b = tensors
-    everything = tensors if out is None else (*tensors, out)
-    if not all(isinstance(x, Tensor) and x.layout is torch.strided and x.dtype is a.dtype for x in everything):
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
-    if a.dtype not in DTYPES or (a.ndim, b.ndim) != operator.axes or a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
+    dtype, of_a, of_b = a.dtype, a.shape, b.shape
+    if (len(of_a), len(of_b)) != operator.axes or dtype not in DTYPES or b.dtype is not dtype:
         return False
-    if a.ndim == 3 and a.shape[0] != b.shape[0]:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
-    shape = (*a.shape[:-1], b.shape[-1]) if b.ndim > 1 else a.shape[:-1]
-    sizes = zip(reversed(added[0].shape), reversed(shape), strict=False) if added else ()
-    return all(n in (1, wanted) for n, wanted in sizes) and (not added or added[0].ndim <= len(shape))
+    if of_a[-1] != of_b[0 if len(of_b) == 1 else -2] or (len(of_a) == 3 and of_a[0] != of_b[0]):
+        return False
+    if out is not None and not _is_like(out, dtype):
+        return False
+    if added is None:
+        return True
+    if not _is_like(added, dtype):
+        return False
+    shape = (*of_a[:-1], *of_b[len(of_a) - 1 :])
+    own = added.shape
+    if own == shape[len(shape) - len(own) :]:
+        return True
+    return len(own) <= len(shape) and all(n in (1, m) for n, m in zip(reversed(own), reversed(shape), strict=False))
+
+
+def _is_like(x: Any, dtype: torch.dtype) -> bool:
+    return isinstance(x, Tensor) and x.dtype is dtype and x.layout is torch.strided
 
 
 def _kernel_of_product(operator: _Operator, overload: str, theirs: Any) -> Callable[..., Any]:
-    n_tensors = 2 + operator.adds
+    first = int(operator.adds)  # the place of the first factor
+    weight_at = first + (operator.axes[1] > 1)
+    compute, in_place, batched = operator.compute, overload.endswith("_"), operator.axes[1] == 3
 
     def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
-        tensors, out = arguments[:n_tensors], options.get("out")
-        weight = tensors[-1] if operator.axes[1] > 1 else tensors[-2]
-        large = _active.all_sizes or math.prod(weight.shape[-2:]) >= LEAST_WEIGHT
-        real = not any(isinstance(options.get(name), complex) for name in ("alpha", "beta"))
-        ours = large and real and _fits(operator, tensors, out)
-        _active.count(ours)
+        weight = arguments[weight_at]
+        size = math.prod(weight.shape[-2:]) if batched else weight.numel()
+        ours = size >= LEAST_WEIGHT or _active.n_invariant > 0
+        if ours and options:
+            ours = not isinstance(options.get("alpha"), complex) and not isinstance(options.get("beta"), complex)
+        if ours:
+            added = arguments[0] if first else None
+            ours = _fits(operator, added, arguments[first], arguments[first + 1], options.get("out"))
+        for counter in _active.counters:
+            counter(ours)
         if not ours:
             return theirs.call_boxed(keyset, *arguments, **options)
-        options.pop("out", None)
-        if tensors[-1].dtype is torch.bfloat16:
+        out = options.pop("out", None)
+        if weight.dtype is torch.bfloat16:
             options["compute_dtype"] = _swap.compute_dtype
-        result = operator.compute(*arguments, **options)
-        if overload.endswith("_"):
+        result = compute(*arguments, **options)
+        if in_place:
             return arguments[0].copy_(result)
         return result if out is None else out.resize_(result.shape).copy_(result)
 
@@ -157,20 +176,10 @@ class _Active:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.counters: list[Callable[[bool], None]] = []
+        self.counters: tuple[Callable[[bool], None], ...] = ()
         self.n_invariant = 0
         self.products: Any = None  # libraries of kernels
         self.guards: Any = None
-
-    @property
-    def all_sizes(self) -> bool:
-        """Whether cattn computes products with small weights, too."""
-        return self.n_invariant > 0
-
-    def count(self, ours: bool) -> None:
-        """Count a product in every context."""
-        for counter in tuple(self.counters):
-            counter(ours)
 
     def begin(self, counter: Callable[[bool], None], invariant: bool) -> None:
         with self.lock:
@@ -179,12 +188,14 @@ class _Active:
             if invariant and self.guards is None:
                 self.guards, notices.given = _guards.register(), False
                 _register_fused(self.guards)
-            self.counters.append(counter)
+            self.counters = (*self.counters, counter)  # a new one: a kernel may be reading the old one
             self.n_invariant += invariant
 
     def end(self, counter: Callable[[bool], None], invariant: bool) -> None:
         with self.lock:
-            self.counters.remove(counter)
+            left = list(self.counters)
+            left.remove(counter)
+            self.counters = tuple(left)
             self.n_invariant -= invariant
             if self.n_invariant == 0 and self.guards is not None:
                 self.guards.reset()
@@ -387,6 +398,15 @@ def _attend(
     the function here has them.
     """
     tensors: Any = (query, key, value, attn_mask)
+    compute_dtype = _swap.compute_dtype if query.dtype is torch.bfloat16 else None
+    if not dropout_p and compute_dtype is None:
+        try:
+            found = attend_at_once(tensors, is_causal, scale, enable_gqa)
+        except (TypeError, ValueError):  # the call below raises it again
+            found = None
+        if found is not None:
+            _swap.count(True)
+            return found
     options = (dropout_p, is_causal, scale, enable_gqa)
     counts = True
     if not (is_plain(query) and is_plain(key) and is_plain(value) and (attn_mask is None or is_plain(attn_mask))):
@@ -396,7 +416,6 @@ def _attend(
             return _pass_on(tensors, options, counts)  # a class may compute PyTorch's operators itself
         tensors = tuple(None if x is None else as_plain(x) for x in tensors)
     attention: Any = scaled_dot_product_attention  # its overloads do not see through *options
-    compute_dtype = _swap.compute_dtype if tensors[0].dtype is torch.bfloat16 else None
     try:
         result = attention(*tensors, *options, compute_dtype=compute_dtype)
     except (TypeError, ValueError):
