@@ -71,6 +71,7 @@ FIXED: dict[str, tuple[Any, dict[str, Any]]] = {
     "stage is a matrix": weights(np.float32, out=None, stage=X.view(np.matrix)),
     "p is a half": (lambda p: cattn.TorchGenerator(1).bernoulli(p), {"p": np.array(0.4375, np.float16)}),
     "rng is larger than memory": (cattn.dropout, {"x": X, "rng": np.broadcast_to(np.float32(1), (3, 2**40))}),
+    "array is larger than memory": (cattn.quantize, {"x": np.broadcast_to(np.float32(1), (2, 2**20, 2**30))}),
     "mask does not broadcast": backward(grad_out=np.zeros((0, 0, 0), bool), mask=np.ones((2, 2), bool)),
     "gradient of one number": backward(grad_out=False, mask=False),
     "ragged gradient": backward(grad_out=RAGGED, mask=np.zeros((0, 17), bool)),

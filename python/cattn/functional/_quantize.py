@@ -32,6 +32,7 @@ def quantized(
         x = converted(x, np.float32)
     limit, negligible = _INT8 if dtype.type is np.int8 else _FLOAT8
     most = limit * LARGEST_SCALE
+    values = np.empty_like(x, dtype)  # first: no memory is an error before the numbers have been read
     absmax = np.zeros([1 if axis in axes else size for axis, size in enumerate(x.shape)], x.dtype)
     for part, own in _parts_of(x.shape, axes):
         most_of_part = np.maximum.reduce(np.abs(x[part]), axes, keepdims=True)
@@ -45,7 +46,6 @@ def quantized(
     if not np.minimum.reduce(scale, None, initial=1) >= LEAST_SCALE:
         zero = absmax <= negligible * LEAST_SCALE
         scale = np.where(zero, np.float32(1), np.maximum(scale, np.float32(LEAST_SCALE)))
-    values = np.empty_like(x, dtype)
     for part, own in _parts_of(x.shape, axes):
         quotients = x[part] / scale[own]
         np.copyto(values[part], np.rint(quotients) if dtype.type is np.int8 else quotients, casting="unsafe")
