@@ -187,41 +187,28 @@ static bool holds_integers(enum cattn_operand_kind kind) {
 
 /* Bytes of an element as the core counts them: of WORDS both words, of integers and WIDENED the widened one. */
 static size_t element_size(const struct xla_call *call, enum cattn_operand_kind kind) {
-    switch (kind) {
-    case STORED:
-    case KEYS:
-    case VALUES:
-        return cattn_stored_size(call->dtype, storage_of(call, kind));
-    case SCALES:
-        return sizeof(float);
-    case COMPUTED:
-    case SLOPES:
-    case LOGITS:
-        return cattn_element_size(call->dtype);
-    case MASK:
-    case BLOCKS:
+    if (holds_integers(kind) || kind == WIDENED || kind == WORDS)
+        return sizeof(int64_t);
+    switch (xla_type(call, kind)) {
+    case XLA_PRED:
+    case XLA_S8:
+    case XLA_F8E4M3FN:
         return 1;
-    case WIDENED:
-    case OFFSETS:
-    case QUERY_COUNTS:
-    case KEY_COUNTS:
-    case LISTS:
-    case WORDS:
-    case N_OPERAND_KINDS:
-        break;
+    case XLA_F16:
+    case XLA_BF16:
+        return 2;
+    case XLA_F32:
+        return sizeof(float);
+    default:
+        return sizeof(double);
     }
-    return sizeof(int64_t);
 }
 
 int64_t cattn_xla_count(const struct xla_buffer *buffer) {
-    int64_t count = 1;
-    for (int64_t axis = 0; axis < buffer->rank; axis++) {
+    for (int64_t axis = 0; axis < buffer->rank; axis++)
         if (buffer->dims[axis] == 0)
             return 0; /* beside it, the other sizes could overflow */
-    }
-    for (int64_t axis = 0; axis < buffer->rank; axis++)
-        count *= buffer->dims[axis];
-    return count;
+    return cattn_count((int)buffer->rank, buffer->dims);
 }
 
 size_t cattn_xla_bytes(const struct xla_call *call, int operand) {
