@@ -37,13 +37,12 @@ static void take_inputs(struct call *call) {
     cattn_clear_activation(params);
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
-    params->n_batch_dims = call->own_nd > 0 ? call->own_nd - 1 : 0;
-    for (int axis = 0; axis < params->n_batch_dims; axis++)
-        params->batch_shape[axis] = call->dims[axis];
-    params->n_cols = call->own_nd > 0 ? call->dims[call->own_nd - 1] : 1;
-    params->n_rows = PyArray_SIZE(call->inputs[X]);
-    if (params->n_cols > 0)
-        params->n_rows /= params->n_cols;
+    const int nd = call->own_nd > 0 ? call->own_nd : 1;
+    if (call->own_nd == 0)
+        call->dims[0] = 1;
+    params->n_batch_dims = nd - 1;
+    params->n_cols = call->dims[nd - 1];
+    params->n_rows = cattn_take_rows(nd, call->dims, nd - 1, params->batch_shape);
     take_tensor(call, &params->x, call->inputs[X]);
     if (call->inputs[GRAD] != NULL)
         take_tensor(call, &params->grad, call->inputs[GRAD]);
@@ -81,15 +80,7 @@ static bool make_output(struct call *call, PyObject *out) {
     return true;
 }
 
-static enum cattn_status compute(const void *params) { return cattn_activate(params); }
-
-static bool run(struct call *call) {
-    struct cattn_activation_params *params = call->params;
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS;
-    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params)) &&
-           cattn_output_finish(&call->output);
-}
+CATTN_DEFINE_RUN(run, cattn_activate, cattn_activation_params)
 
 /* grad: NULL in the forward pass */
 static PyObject *activate(struct binding_state *state, enum cattn_activation which, PyObject **args, PyObject *grad) {
@@ -98,7 +89,7 @@ static PyObject *activate(struct binding_state *state, enum cattn_activation whi
     PyObject *result = NULL;
     if (parse_inputs(&call, args[ACTIVATION_x], grad) && make_output(&call, args[ACTIVATION_out])) {
         params.which = which;
-        if (run(&call))
+        if (run(&params, call.output.array) && cattn_output_finish(&call.output))
             result = cattn_output_result(&call.output);
     }
     for (int i = 0; i < N_INPUTS; i++)

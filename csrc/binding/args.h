@@ -239,7 +239,22 @@ void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
 enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
                                 const void *params);
 
-/* ---- the tables of the arguments of row-wise functions ---- */
+/* Defines run(params, result) for a row-wise function of the core: with the GIL if the result has few elements. */
+#define CATTN_DEFINE_RUN(run, function, params_type)                                                                   \
+    static enum cattn_status run##_compute(const void *params) { return function(params); }                            \
+    static bool run(struct params_type *params, PyArrayObject *result) {                                               \
+        const bool brief = PyArray_SIZE(result) <= CATTN_GIL_ELEMENTS;                                                 \
+        params->num_threads = cattn_get_num_threads();                                                                 \
+        return cattn_error_status(cattn_compute(brief, &params->poll, run##_compute, params));                         \
+    }
+
+/* ---- row-wise functions ---- */
+
+/* Copies the sizes of all axes but one, and returns the number of rows along that one: 0 in an empty array, whose other
+ * sizes may have a product that is too large. */
+int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape);
+
+/* The tables of arguments. */
 
 #define SOFTMAX_ARGUMENTS(A) A(x) A(axis) A(where) A(scale) A(out)
 #define MASKED_SOFTMAX_ARGUMENTS(A) A(scores) A(mask) A(axis) A(is_causal) A(query_offset) A(scale) A(method) A(out)

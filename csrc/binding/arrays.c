@@ -23,20 +23,17 @@ static void *data_of(PyArrayObject *array) {
 }
 
 void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *frozen) {
-    const int type = PyArray_TYPE(array);
+    const PyArray_Descr *descr = PyArray_DESCR(array);
+    const npy_intp *dims = PyArray_DIMS(array), *strides = PyArray_STRIDES(array);
     frozen->name = name;
     frozen->data = data_of(array);
-    frozen->kind = type == NPY_BOOL             ? 'b'
-                   : PyTypeNum_ISSIGNED(type)   ? 'i'
-                   : PyTypeNum_ISUNSIGNED(type) ? 'u'
-                   : PyTypeNum_ISFLOAT(type)    ? 'f'
-                                                : '?';
-    frozen->is_swapped = !PyArray_ISNOTSWAPPED(array);
-    frozen->size = (int)PyArray_ITEMSIZE(array);
+    frozen->kind = descr->kind;
+    frozen->is_swapped = descr->byteorder == NPY_OPPBYTE;
+    frozen->size = (int)PyDataType_ELSIZE(descr);
     frozen->nd = PyArray_NDIM(array);
     for (int axis = 0; axis < frozen->nd; axis++) {
-        frozen->dims[axis] = PyArray_DIM(array, axis);
-        frozen->strides[axis] = PyArray_STRIDE(array, axis);
+        frozen->dims[axis] = dims[axis];
+        frozen->strides[axis] = strides[axis];
     }
 }
 
@@ -408,6 +405,14 @@ void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_
     struct cattn_array frozen;
     cattn_freeze(array, "", &frozen);
     cattn_view(tensor, &frozen, n_batch_dims, axes);
+}
+
+int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape) {
+    const int64_t count = cattn_count(nd, dims);
+    for (int axis = 0, batch = 0; axis < nd; axis++)
+        if (axis != col_axis)
+            batch_shape[batch++] = dims[axis];
+    return count > 0 ? count / dims[col_axis] : 0;
 }
 
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis) {

@@ -147,7 +147,8 @@ static bool freeze_inputs(const struct cattn_call *call, const enum cattn_storag
         const int own = !is_quantized ? call->stored_type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
         PyArrayObject *scale = is_quantized ? call->inputs[scale_of(i)] : NULL;
         inputs[i].data = scales[i].data = NULL;
-        if (!cattn_arg_unchanged(call->inputs[i], own, names) || !cattn_arg_unchanged(scale, NPY_FLOAT, scale_name(i)))
+        if (!cattn_arg_unchanged(call->inputs[i], own, names) ||
+            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, scale_name(i))))
             return false;
         if (call->inputs[i] != NULL)
             cattn_freeze(call->inputs[i], name_of(i), &inputs[i]);

@@ -17,12 +17,7 @@ static void take_x(struct call *call) {
     struct cattn_dropout_params *params = call->params;
     cattn_clear_dropout(params);
     int nd = call->own_nd = PyArray_NDIM(call->x);
-    params->n_cols = 1;
-    for (int axis = 0; axis < nd; axis++) {
-        call->dims[axis] = params->n_cols = PyArray_DIM(call->x, axis);
-        if (axis < nd - 1)
-            params->batch_shape[axis] = call->dims[axis];
-    }
+    cattn_take_dims(call->dims, call->x);
     if (nd == 0)
         call->dims[nd++] = 1;
     call->nd = nd;
@@ -30,9 +25,8 @@ static void take_x(struct call *call) {
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = nd - 1;
-    params->n_rows = PyArray_SIZE(call->x);
-    if (params->n_cols > 0)
-        params->n_rows /= params->n_cols;
+    params->n_cols = call->dims[nd - 1];
+    params->n_rows = cattn_take_rows(nd, call->dims, nd - 1, params->batch_shape);
     cattn_tensor_rows(&params->x, call->x, nd, nd - 1);
     if (params->n_cols == 1)
         params->x.col = 1;
@@ -75,15 +69,7 @@ static bool copy(struct call *call) {
     return true;
 }
 
-static enum cattn_status compute(const void *params) { return cattn_dropout(params); }
-
-static bool run(struct call *call) {
-    struct cattn_dropout_params *params = call->params;
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = params->n_rows * params->n_cols <= CATTN_GIL_ELEMENTS;
-    const enum cattn_status status = cattn_compute(brief, &params->poll, compute, params);
-    return cattn_error_status(status) && cattn_output_finish(&call->output);
-}
+CATTN_DEFINE_RUN(run, cattn_dropout, cattn_dropout_params)
 
 static PyObject *build_result(const struct call *call, bool return_mask) {
     PyObject *result = cattn_output_result(&call->output);
@@ -114,7 +100,8 @@ PyObject *cattn_body_dropout(struct binding_state *state, PyObject **args) {
     if (!training || !params.dropout.enabled)
         filled = copy(&call);
     else
-        filled = cattn_draw_begin(state, args[DROPOUT_rng], &params.dropout, &draw) && run(&call);
+        filled = cattn_draw_begin(state, args[DROPOUT_rng], &params.dropout, &draw) &&
+                 run(&params, call.output.array) && cattn_output_finish(&call.output);
     if (filled)
         result = build_result(&call, return_mask);
 done:

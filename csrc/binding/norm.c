@@ -63,18 +63,6 @@ static void release(struct call *call) {
         Py_XDECREF((PyObject *)call->inputs[i]);
 }
 
-/* The batch dimensions. Returns the number of rows; 0 if an axis has size 0, beside which their product may overflow.
- */
-static int64_t take_rows(const struct call *call, int64_t *batch_shape) {
-    int64_t n_rows = PyArray_SIZE(call->inputs[X]) > 0 ? 1 : 0;
-    for (int axis = 0; axis < call->nd - 1; axis++) {
-        batch_shape[axis] = call->dims[axis];
-        if (n_rows > 0)
-            n_rows *= call->dims[axis];
-    }
-    return n_rows;
-}
-
 /* The strides of an array with the axes of x, or of its last one. An axis of one element has any stride. */
 static void take_tensor(const struct call *call, struct cattn_tensor *tensor, PyArrayObject *array) {
     const int nd = PyArray_NDIM(array);
@@ -103,7 +91,7 @@ static bool make_output(struct call *call, struct cattn_norm_params *params, PyO
     params->storage = cattn_arg_storage(call->type);
     params->centred = call->centred;
     params->n_batch_dims = call->nd - 1;
-    params->n_rows = take_rows(call, params->batch_shape);
+    params->n_rows = cattn_take_rows(call->nd, call->dims, call->nd - 1, params->batch_shape);
     params->n_cols = call->dims[call->nd - 1];
     take_tensor(call, &params->x, call->inputs[X]);
     if (call->inputs[WEIGHT] != NULL)
@@ -117,13 +105,7 @@ static bool make_output(struct call *call, struct cattn_norm_params *params, PyO
     return true;
 }
 
-static enum cattn_status compute(const void *params) { return cattn_norm(params); }
-
-static bool run(struct cattn_norm_params *params, PyArrayObject *result) {
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(result) <= CATTN_GIL_ELEMENTS;
-    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
-}
+CATTN_DEFINE_RUN(run, cattn_norm, cattn_norm_params)
 
 static PyObject *norm(struct call *call, PyObject *const given[N_INPUTS], const char *all_names, PyObject *eps,
                       PyObject *out) {
@@ -166,7 +148,7 @@ static bool make_gradients(struct call *call, struct cattn_norm_backward_params 
     params->dtype = cattn_arg_dtype(call->type);
     params->centred = call->centred;
     params->n_batch_dims = call->nd - 1;
-    params->n_rows = take_rows(call, params->batch_shape);
+    params->n_rows = cattn_take_rows(call->nd, call->dims, call->nd - 1, params->batch_shape);
     params->n_cols = call->dims[call->nd - 1];
     params->eps = call->eps;
     take_tensor(call, &params->grad, call->inputs[GRAD]);
@@ -188,13 +170,7 @@ static bool make_gradients(struct call *call, struct cattn_norm_backward_params 
     return true;
 }
 
-static enum cattn_status compute_backward(const void *params) { return cattn_norm_backward(params); }
-
-static bool run_backward(struct cattn_norm_backward_params *params, PyArrayObject *result) {
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(result) <= CATTN_GIL_ELEMENTS;
-    return cattn_error_status(cattn_compute(brief, &params->poll, compute_backward, params));
-}
+CATTN_DEFINE_RUN(run_backward, cattn_norm_backward, cattn_norm_backward_params)
 
 /* args: grad_out, x, weight, eps. The gradients, with None for one that there is not; an RMS norm has no bias. */
 static PyObject *norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args, const char *name,

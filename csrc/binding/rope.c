@@ -27,13 +27,8 @@ static bool parse_x(struct call *call, PyObject *object) {
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = nd - 2;
-    /* beside an axis of size 0 the others may be so large that their product overflows */
-    params->n_batch = PyArray_SIZE(call->x) > 0 ? 1 : 0;
-    for (int axis = 0; axis < nd - 2; axis++) {
-        params->batch_shape[axis] = call->dims[axis];
-        if (params->n_batch > 0)
-            params->n_batch *= call->dims[axis];
-    }
+    memcpy(params->batch_shape, call->dims, (size_t)(nd - 2) * sizeof *call->dims);
+    params->n_batch = PyArray_SIZE(call->x) > 0 ? cattn_count(nd - 2, call->dims) : 0;
     params->seqlen = call->dims[nd - 2];
     params->n_cols = call->dims[nd - 1];
     cattn_tensor_from(&params->x, call->x, nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
@@ -193,14 +188,7 @@ static bool make_output(struct call *call, PyObject *out) {
     return true;
 }
 
-static enum cattn_status compute(const void *params) { return cattn_rope(params); }
-
-static bool run(struct call *call) {
-    struct cattn_rope_params *params = call->params;
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS;
-    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
-}
+CATTN_DEFINE_RUN(run, cattn_rope, cattn_rope_params)
 
 PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
     struct cattn_rope_params params;
@@ -210,7 +198,7 @@ PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
         parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
         cattn_arg_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
         parse_scaling(&call, args[ROPE_scaling]) && cattn_arg_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
-        make_output(&call, args[ROPE_out]) && run(&call) && cattn_output_finish(&call.output))
+        make_output(&call, args[ROPE_out]) && run(&params, call.output.array) && cattn_output_finish(&call.output))
         result = cattn_output_result(&call.output);
     Py_XDECREF((PyObject *)call.x);
     Py_XDECREF((PyObject *)call.positions);

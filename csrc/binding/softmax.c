@@ -107,33 +107,20 @@ static bool make_output(struct call *call, PyObject *out) {
     params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = call->nd - 1;
     params->n_cols = call->dims[call->axis];
-    for (int axis = 0, batch = 0; axis < call->nd; axis++) {
-        if (axis != call->axis)
-            params->batch_shape[batch++] = call->dims[axis];
-    }
+    params->n_rows = cattn_take_rows(call->nd, call->dims, call->axis, params->batch_shape);
     params->out_is_new = call->output.array != call->output.given;
-    params->n_rows = PyArray_SIZE(call->output.array);
-    if (params->n_cols > 0)
-        params->n_rows /= params->n_cols;
     cattn_tensor_rows(&params->out, call->output.array, call->nd, call->axis);
     if (params->n_cols == 1)
         params->x.col = params->out.col = 1;
     return true;
 }
 
-static enum cattn_status compute(const void *params) { return cattn_softmax(params); }
-
-static bool run(struct call *call) {
-    struct cattn_softmax_params *params = call->params;
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS;
-    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
-}
+CATTN_DEFINE_RUN(run, cattn_softmax, cattn_softmax_params)
 
 /* The common end: computes, copies a temporary to out, releases everything. `parsed` false: an exception is set. */
 static PyObject *finish(struct call *call, bool parsed) {
     PyObject *result = NULL;
-    if (parsed && run(call) && cattn_output_finish(&call->output))
+    if (parsed && run(call->params, call->output.array) && cattn_output_finish(&call->output))
         result = cattn_output_result(&call->output);
     for (int i = 0; i < N_INPUTS; i++)
         Py_XDECREF((PyObject *)call->inputs[i]);
@@ -191,13 +178,7 @@ PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args
 
 /* ---- softmax_backward ---- */
 
-static enum cattn_status compute_backward(const void *params) { return cattn_softmax_backward(params); }
-
-static bool run_backward(struct cattn_softmax_backward_params *params, PyArrayObject *out) {
-    params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(out) <= CATTN_GIL_ELEMENTS;
-    return cattn_error_status(cattn_compute(brief, &params->poll, compute_backward, params));
-}
+CATTN_DEFINE_RUN(run_backward, cattn_softmax_backward, cattn_softmax_backward_params)
 
 /* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. */
 static void take_inputs(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
@@ -205,11 +186,7 @@ static void take_inputs(struct cattn_softmax_backward_params *params, PyArrayObj
     cattn_clear_softmax_backward(params);
     params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
     params->n_batch_dims = nd - 1;
-    params->n_rows = 1;
-    for (int axis = 0; axis < nd - 1; axis++) {
-        params->batch_shape[axis] = dims[axis];
-        params->n_rows *= dims[axis];
-    }
+    params->n_rows = cattn_take_rows(nd, dims, nd - 1, params->batch_shape);
     params->n_cols = dims[nd - 1];
     cattn_tensor_rows(&params->grad, inputs[0], nd, nd - 1);
     cattn_tensor_rows(&params->weights, inputs[1], nd, nd - 1);
@@ -270,11 +247,11 @@ done:
 
 /* ---- causal_mask ---- */
 
-static enum cattn_status compute_mask(const void *params) { return cattn_mask(params); }
+CATTN_DEFINE_RUN(run_mask, cattn_mask, cattn_mask_params)
 
 PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
     struct cattn_range_args parsed = {0};
-    struct cattn_mask_params params = {.num_threads = cattn_get_num_threads()};
+    struct cattn_mask_params params = {.mask = NULL};
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL, *T_k = args[CAUSAL_MASK_T_k] == Py_None ? args[CAUSAL_MASK_T_q] : args[CAUSAL_MASK_T_k];
     PyObject *is_causal = args[CAUSAL_MASK_is_causal];
@@ -299,8 +276,7 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
     if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
         goto done;
     params.mask = (uint8_t *)PyArray_BYTES(output.array);
-    const bool brief = PyArray_SIZE(output.array) <= CATTN_GIL_ELEMENTS;
-    if (cattn_error_status(cattn_compute(brief, &params.poll, compute_mask, &params)))
+    if (run_mask(&params, output.array))
         result = cattn_output_result(&output);
 done:
     cattn_ranges_clear(&parsed);

@@ -31,7 +31,7 @@ bool cattn_fail(const struct cattn_door *door, enum cattn_fault fault, const cha
 struct cattn_array {
     const char *name; /* of the argument, in messages */
     char *data;       /* not NULL, even of an empty array */
-    char kind;        /* 'b' bool, 'i' and 'u' integers, 'f' real numbers, '?' all else */
+    char kind;        /* 'b' bool, 'i' and 'u' integers, 'f' real numbers; other letters for other types */
     bool is_swapped;
     int size; /* bytes of an element */
     int nd;
