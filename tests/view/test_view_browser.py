@@ -18,7 +18,7 @@ import pytest
 import cattn
 from cattn import _view
 from support import ROOT
-from support.browser import Tab, chromium, needs_browser
+from support.processes import Tab, chromium, needs_browser
 
 pytestmark = needs_browser
 

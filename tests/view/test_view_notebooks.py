@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.browser import Tab, chromium, needs_browser
-from support.processes import run_command
+from support.processes import Tab, chromium, needs_browser, run_command
 
 pytestmark = [needs_browser, pytest.mark.long]
 
