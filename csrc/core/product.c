@@ -17,7 +17,9 @@
 #define TASKS_PER_THREAD 4
 /* Rows of A of a task: at least, and at most, because their sums are read and written for each slab. */
 #define LEAST_ROWS 96
-#define MOST_ROWS 768
+#define MOST_ROWS 576
+/* Rows of B of a task at most, if rows of A are packed for them and the sums rest in the result. */
+#define MOST_LANES (8 * CATTN_PRODUCT_MANY_LANES)
 /* With few rows of B: elements of A in a task. */
 #define FEW_ELEMENTS 65536
 /* Memory bounds the length of a sum, but not of arrays that repeat one element (stride 0). Within this limit,
@@ -98,11 +100,11 @@ static void lay_out_few(const struct product_job *job, struct cattn_product *pro
 
 static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
-    const size_t b_rows = (size_t)job->b_rows, a_rows = (size_t)CATTN_PRODUCT_ROWS;
+    const size_t b_rows = (size_t)cattn_product_block(job->b_rows), a_rows = (size_t)CATTN_PRODUCT_ROWS;
     const size_t sums = (size_t)job->a_rows * (size_t)CATTN_PRODUCT_SUMS_ROW(job->b_rows);
     product->packed = cattn_carve(arena, b_rows * slab);
     product->sums = cattn_carve(arena, job->sums_in_place ? 0 : sums * element);
-    product->a_copy = cattn_carve(arena, copies_a(job) ? a_rows * slab : 0);
+    product->a_copy = cattn_carve(arena, copies_a(job) ? (job->packs_a ? (size_t)job->a_rows : a_rows) * slab : 0);
     product->converted = cattn_carve(arena, converts(&job->p) ? (b_rows > a_rows ? b_rows : a_rows) * slab : 0);
     product->edge = cattn_carve(arena, CATTN_PRODUCT_EDGE * slab);
 }
@@ -172,7 +174,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
  * tasks then: square ones pack least. */
 static int64_t rows_of_b(const struct product_job *job, int64_t wanted) {
     const struct cattn_product_params *p = &job->p;
-    int64_t most = job->packs_a ? CATTN_PRODUCT_MANY_LANES : CATTN_PRODUCT_LANES;
+    int64_t most = !job->packs_a ? CATTN_PRODUCT_LANES : job->sums_in_place ? MOST_LANES : CATTN_PRODUCT_MANY_LANES;
     while (most > CATTN_PRODUCT_LANES &&
            p->n_batch * cattn_ceil_div(p->n_b, most) * cattn_ceil_div(p->n_a, most) < wanted)
         most -= CATTN_PAD;

@@ -48,8 +48,8 @@
  * their number. */
 #define CATTN_SLAB_TERMS 512
 #define CATTN_PRODUCT_CHAINS 16
-/* Rows of A that are computed together, and most rows of B of a task; multiples of every square. More rows of B are
- * worth their place if rows of A are packed for them. */
+/* Rows of A that are computed together, and rows of B that are packed together, usually and where rows of A are packed
+ * for them; multiples of every square. */
 #define CATTN_PRODUCT_ROWS 192
 #define CATTN_PRODUCT_LANES 192
 #define CATTN_PRODUCT_MANY_LANES 384
@@ -446,12 +446,17 @@ struct cattn_product {
     const void *bias; /* or NULL */
     int64_t bias_a, bias_b;
     /* scratch */
-    void *packed;    /* a slab of B; few rows: all of B, or CATTN_FEW_SLABS slabs */
+    void *packed;    /* a slab of a block of B; few rows: all of B, or CATTN_FEW_SLABS slabs */
     void *sums;      /* [row of A][CATTN_PRODUCT_SUMS_ROW] unless they rest in C; or the chains and sums of few rows */
-    void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise, or are packed */
+    void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise; or all, packed */
     void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage, or terms of pairs */
     void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
 };
+
+/* Rows of B that product_tile packs at a time: even blocks, which stay in the L2 cache. */
+static inline int64_t cattn_product_block(int64_t n_b) {
+    return cattn_round_up(cattn_ceil_div(n_b, cattn_ceil_div(n_b, CATTN_PRODUCT_MANY_LANES)), CATTN_PAD);
+}
 
 #define CATTN_PRODUCT_SUMS_ROW(n_b) cattn_round_up(n_b, CATTN_PAD)
 

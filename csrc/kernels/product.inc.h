@@ -9,11 +9,12 @@
  * its rows are lanes and its elements have the table's own type. For few rows of B see product_few.inc.h.
  */
 
-/* The part of A at hand, n_rows rows by the n terms of a slab, with its sums, and all of B. */
+/* The part of A at hand, n_rows rows by the n terms of a slab, with its sums, and a block of rows of B. */
 struct product_slab {
     const struct cattn_product *p;
-    int64_t first_row; /* of A */
+    int64_t first_row, first_lane; /* of A, of B */
     int n_rows;
+    int64_t n_b;
     int64_t n;
     bool first, last;      /* of the sum */
     struct source a;       /* rows with unit column stride; or */
@@ -93,8 +94,8 @@ NOINLINE void copy_sums(struct tile_sums from, struct tile_sums to, int64_t n_ro
 NOINLINE void finish_in_place(const struct product_slab *s, int r, int n_rows, int64_t l, int64_t n) {
     for (int m = r; m < r + n_rows; m++)
         for (int64_t j = l; j < l + n; j += LANES)
-            store_product_row(s->p, s->first_row + m, j, load_strided(s->sums + m * s->sums_row + j, 1, lanes_at(s, j)),
-                              lanes_at(s, j));
+            store_product_row(s->p, s->first_row + m, s->first_lane + j,
+                              load_strided(s->sums + m * s->sums_row + j, 1, lanes_at(s, j)), lanes_at(s, j));
 }
 
 #define AT_WIDTH(nr, height, ...)                                                                                      \
@@ -144,7 +145,7 @@ INLINE void add_panel(bool packs, const struct product_slab *s, int64_t l, int n
 }
 
 static void add_slab(const struct product_slab *s) {
-    const int64_t n_lanes = cattn_round_up(s->p->n_b, LANES);
+    const int64_t n_lanes = cattn_round_up(s->n_b, LANES);
     for (int64_t l = 0, nr; l < n_lanes; l += nr * LANES) {
         nr = panel_vectors(PRODUCT_NR, (n_lanes - l) / LANES);
         if (s->a_pack && PRODUCT_PACKS_FROM < INT64_MAX)
@@ -154,34 +155,51 @@ static void add_slab(const struct product_slab *s) {
     }
 }
 
+/* Packs a slab of n_rows rows of A from `first` on, in the pieces that add_block reads. */
+static void pack_rows(const struct cattn_product *p, int64_t first, int64_t n_rows, int64_t d, int64_t n) {
+    for (int64_t r = 0; r < n_rows; r += CATTN_PRODUCT_ROWS)
+        pack_operand(p, &p->a, first + r, min64(CATTN_PRODUCT_ROWS, n_rows - r), 1, d, n, (operand *)p->a_copy + r * n);
+}
+
+/* Adds a slab from term d on of n_rows rows of A from `first` on, times the block of B at hand. False after a stop. */
+static bool add_block(const struct cattn_product *p, struct product_slab *s, int64_t first, int64_t n_rows, int64_t d,
+                      real *sums) {
+    for (int64_t r = 0; r < n_rows; r += s->n_rows) {
+        if ((r > 0 || d > 0 || s->first_lane > 0) && stops(&p->stop))
+            return false;
+        s->first_row = first + r;
+        s->n_rows = (int)min64(CATTN_PRODUCT_ROWS, n_rows - r);
+        s->sums = sums + r * s->sums_row;
+        if (p->n_b >= PRODUCT_PACKS_FROM)
+            s->a_pack = (const operand *)p->a_copy + r * s->n;
+        else
+            s->a = slab_of_a(p, s->first_row, s->n_rows, d, s->n);
+        add_slab(s);
+    }
+    return true;
+}
+
 /* The rows first .. first + n_rows - 1 of A times all of B. */
 static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows) {
-    const int64_t n_terms = terms_of(p->depth);
+    const int64_t n_terms = terms_of(p->depth), block = cattn_product_block(p->n_b);
     const bool in_place = cattn_sums_in_place(p);
+    real *sums = in_place ? (real *)p->out + first * p->out_a : p->sums;
     struct product_slab s = {
-        .p = p,
-        .b_pack = p->packed,
-        .sums_row = in_place ? p->out_a : CATTN_PRODUCT_SUMS_ROW(p->n_b),
-        .n_lanes = in_place ? p->n_b : INT64_MAX,
-    };
+        .p = p, .b_pack = p->packed, .sums_row = in_place ? p->out_a : CATTN_PRODUCT_SUMS_ROW(p->n_b)};
     int64_t d = 0;
     do {
         s.n = min64(SLAB, n_terms - d);
         s.first = d == 0;
         s.last = in_place && d + s.n == n_terms;
-        pack_operand(p, &p->b, 0, p->n_b, PRODUCT_NR, d, s.n, p->packed);
-        for (int64_t r = 0; r < n_rows; r += s.n_rows) {
-            if ((r > 0 || d > 0) && stops(&p->stop))
+        if (p->n_b >= PRODUCT_PACKS_FROM)
+            pack_rows(p, first, n_rows, d, s.n);
+        for (int64_t l = 0; l < p->n_b; l += block) {
+            s.first_lane = l;
+            s.n_b = min64(block, p->n_b - l);
+            s.n_lanes = in_place ? s.n_b : INT64_MAX;
+            pack_operand(p, &p->b, l, s.n_b, PRODUCT_NR, d, s.n, p->packed);
+            if (!add_block(p, &s, first, n_rows, d, sums + l))
                 return;
-            s.first_row = first + r;
-            s.n_rows = (int)min64(CATTN_PRODUCT_ROWS, n_rows - r);
-            s.sums = in_place ? (real *)p->out + s.first_row * p->out_a : (real *)p->sums + r * s.sums_row;
-            if (p->n_b >= PRODUCT_PACKS_FROM) {
-                pack_operand(p, &p->a, s.first_row, s.n_rows, 1, d, s.n, p->a_copy);
-                s.a_pack = p->a_copy;
-            } else
-                s.a = slab_of_a(p, s.first_row, s.n_rows, d, s.n);
-            add_slab(&s);
         }
         d += s.n;
     } while (d < n_terms);
