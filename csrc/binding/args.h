@@ -88,11 +88,6 @@ PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
 void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted);
-/* A size, counted from the last axis, which is 1; 1 if the array has no such axis. */
-static inline int64_t cattn_size_from_end(PyArrayObject *array, int back) {
-    const int nd = PyArray_NDIM(array);
-    return back <= nd ? PyArray_DIM(array, nd - back) : 1;
-}
 /* Copies the sizes. An array without axes may have no list of them, and memcpy takes no NULL. */
 static inline void cattn_take_dims(int64_t *dims, PyArrayObject *array) {
     for (int axis = 0; axis < PyArray_NDIM(array); axis++)
