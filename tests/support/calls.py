@@ -485,11 +485,6 @@ def again(call: Call) -> Call:
     return found
 
 
-def only(call: Call, function: Function) -> Call:
-    names = inspect.signature(function).parameters
-    return {name: x for name, x in call.items() if name in names}
-
-
 def cotangent(like: np.ndarray) -> np.ndarray:
     """Return small numbers that are exact in any dtype and any rounding direction."""
     return ((np.arange(like.size) * 7 % 32 - 16) / 8).reshape(like.shape).astype(like.dtype)

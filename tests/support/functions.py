@@ -101,10 +101,6 @@ def _forward(function: Function) -> Arguments:
     return make
 
 
-def _plain(function: Function) -> Arguments:
-    return lambda choose, limits: _attention(choose, function, limits)[0]
-
-
 def _weights(choose: Choose, limits: Limits) -> Call:
     call, sizes = _attention(choose, cattn.attention_weights, limits)
     call["stage"] = choose(STAGES[:-1] if "key_indices" in call else STAGES)
