@@ -450,6 +450,8 @@ bool cattn_isa_select(const char *name);
 bool cattn_isa_keeps_arithmetic(int index);
 /* Whether the table in use rounds products and sums separately although this CPU has an FMA. */
 bool cattn_isa_wastes_fma(void);
+/* Whether products in tiles have instructions with the table in use. The system is asked for them, as by a call. */
+bool cattn_isa_has_tiles(void);
 /* Keys of a key block and of a key chunk, constants of the bit contract. */
 int64_t cattn_block_keys(void);
 int64_t cattn_chunk_keys(void);

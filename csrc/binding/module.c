@@ -176,6 +176,7 @@ static PyMethodDef methods[] = {
     {"_set_isa", cattn_py_set_isa, METH_O, NULL},
     {"_get_isa", cattn_py_get_isa, METH_NOARGS, NULL},
     {"_set_path", cattn_py_set_path, METH_O, NULL},
+    {"_has_tiles", cattn_py_has_tiles, METH_NOARGS, NULL},
     {"_block_keys", cattn_py_block_keys, METH_NOARGS, NULL},
     {"_chunk_keys", cattn_py_chunk_keys, METH_NOARGS, NULL},
     {"_build_info", cattn_py_build_info, METH_NOARGS, NULL},

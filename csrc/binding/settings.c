@@ -103,6 +103,10 @@ PyObject *cattn_py_set_path(PyObject *module, PyObject *name) {
     return NULL;
 }
 
+PyObject *cattn_py_has_tiles(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyBool_FromLong(cattn_isa_has_tiles());
+}
+
 PyObject *cattn_py_block_keys(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     return PyLong_FromLongLong(cattn_block_keys());
 }

@@ -152,5 +152,7 @@ struct cattn_kernel_pair cattn_bf16_kernels(enum cattn_bf16_products products) {
 
 #endif
 
+bool cattn_isa_has_tiles(void) { return cattn_bf16_kernels(CATTN_BF16_TILES).tiles->tiles_begin != NULL; }
+
 int64_t cattn_block_keys(void) { return CATTN_BLOCK_KEYS; }
 int64_t cattn_chunk_keys(void) { return CATTN_CHUNK_KEYS; }

@@ -36,6 +36,7 @@ def _config() -> dict[str, Any]:
         "instruction_set": current,
         "bit_contract": next(table["bit_contract"] for table in tables if table["name"] == current),
         "tables": tables,
+        "bfloat16_tiles": "AMX" if _cattn._has_tiles() else "float32 instructions",
         "block_keys": _cattn._block_keys(),
         "chunk_keys": _cattn._chunk_keys(),
         "num_threads": _threads.get_num_threads(),
@@ -65,11 +66,12 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     dict or None
         With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether a known
         product has the right bits on this machine, that is, whether the table keeps the bit contract; "tables"
-        lists every table of this build. "compiler", "python_headers" (the version of Python that the build was for),
-        "limited_api" (whether one build serves all later versions, too), "free_threaded" and "assertions" are facts
-        about the build. "installed" says where the installer found it, "wheel" has the tags of the wheel that it
-        unpacked or built. On Linux, ``manylinux`` or ``musllinux`` in the tag is a wheel for many machines, ``linux``
-        one for this machine.
+        lists every table of this build. "bfloat16_tiles" names the instructions for ``compute_dtype="bfloat16_tiles"``:
+        "AMX", which the system is asked for, or "float32 instructions", with the same bits. "compiler",
+        "python_headers" (the version of Python that the build was for), "limited_api" (whether one build serves all
+        later versions, too), "free_threaded" and "assertions" are facts about the build. "installed" says where the
+        installer found it, "wheel" has the tags of the wheel that it unpacked or built. On Linux, ``manylinux`` or
+        ``musllinux`` in the tag is a wheel for many machines, ``linux`` one for this machine.
 
     Raises
     ------

@@ -404,6 +404,11 @@ def test_tables_name_the_same_kernels_elsewhere() -> None:
                 assert_same_bits(found, cattn.scaled_dot_product_attention(x, x, x))
 
 
+def test_the_configuration_names_the_instructions_for_tiles(isa: str) -> None:
+    found = cattn.show_config("dicts")["bfloat16_tiles"]
+    assert found == "float32 instructions" or (found == "AMX" and isa == "avx512_amx")
+
+
 IN_A_PROCESS = """
 import os, signal, sys, threading, time
 import numpy as np, cattn

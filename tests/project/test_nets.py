@@ -49,7 +49,7 @@ SETTINGS = dict.fromkeys(
     [
         *["cattn_get_num_threads", "cattn_is_thread_count", "cattn_set_num_threads", "cattn_override_num_threads"],
         *["cattn_fork_count", "cattn_sleep_ns", "cattn_isa_keeps_arithmetic"],
-        *["cattn_isa_wastes_fma", "cattn_block_keys", "cattn_chunk_keys"],
+        *["cattn_isa_wastes_fma", "cattn_isa_has_tiles", "cattn_block_keys", "cattn_chunk_keys"],
     ],
     "a setting or a constant, which reads no array",
 )
