@@ -550,7 +550,7 @@ def _numpy_generator(rng: Any, accepted: str) -> np.random.Generator:
 
 
 def _is_deep(obj: object, levels: int = 4) -> bool:
-    """Return whether lists are nested more than so many levels."""
+    """Return whether lists are nested more than `levels` levels."""
     return isinstance(obj, (list, tuple)) and (levels == 0 or any(_is_deep(item, levels - 1) for item in obj))
 
 

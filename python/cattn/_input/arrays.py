@@ -144,7 +144,7 @@ PART = 2**20
 
 
 def parts_of(shape: tuple[int, ...], most: int = PART) -> Iterator[tuple[Any, ...]]:
-    """Yield indices that cut an array of this shape in parts of at most so many elements: slices, then an ellipsis.
+    """Yield indices that cut an array of this shape in parts of at most `most` elements: slices, then an ellipsis.
 
     Between two parts Python handles signals, which NumPy does not do within a call.
     """

@@ -23,7 +23,7 @@ Kernel: TypeAlias = Callable[..., Any]
 
 # A multiple of what PyTorch's loops take at a time: two vectors, of 32 numbers at most.
 LANES = 128
-# PyTorch gives at least so many elements to a thread (at::internal::GRAIN_SIZE).
+# PyTorch gives at least this number of elements to a thread (at::internal::GRAIN_SIZE).
 PART = 32768
 
 

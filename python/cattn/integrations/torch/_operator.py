@@ -300,9 +300,9 @@ def _as_gradient(array: NDArray[Any] | None, operand: Tensor | None) -> Tensor |
 
 # The arguments of both operators, by csrc/call/operands.h: the operands, which may have gradients; the other arrays;
 # the seed of the dropout; the numbers.
-_WITH_GRADIENT = ("STORED", "KEYS", "VALUES", "MASK", "COMPUTED", "LOGITS")  # kinds
-OPERANDS = [name for name, _, kind, *_ in _cattn._operands() if kind in _WITH_GRADIENT]
-_ARRAYS = [name for name, _, kind, *_ in _cattn._operands() if kind not in _WITH_GRADIENT]
+_WITH_GRADIENT = (*cattn.AttentionGradients._fields, "attn_mask")  # the gradient of a float mask is the bias's
+OPERANDS = [name for name, *_ in _cattn._operands() if name in _WITH_GRADIENT]
+_ARRAYS = [name for name, *_ in _cattn._operands() if name not in _WITH_GRADIENT]
 _NUMBERS = [(name, kind) for name, kind in _cattn._numbers() if kind not in ("LAYOUT", "SEED")]
 _OF_RESULTS = ["grad_out", "grad_lse", "grad_weights", "out", "lse"]
 N_OPERANDS, N_ARRAYS, N_OF_RESULTS = len(OPERANDS), len(_ARRAYS) + 1, len(_OF_RESULTS)
