@@ -11,12 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
-from support import HALVES, INF, NAN, assert_same_bits, every_way, everything, forced, quiet, table
-from support.calls import F8, calls, chooser, quantize, random_bytes
+from support import HALVES, INF, NAN, assert_same_bits, every_way, everything, quiet
+from support.calls import F8, random_bytes
 
 Call = dict[str, Any]
 BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
@@ -88,17 +88,6 @@ CASES: dict[str, Call] = {
 }  # fmt: skip
 
 
-@pytest.mark.promise("quantized")
-@pytest.mark.parametrize(("kind", "scales"), [(np.int8, "token"), (np.int8, "element"), (F8, "channel")])
-@pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_those_of_the_float32_call(name: str, kind: Any, scales: str, isa: str) -> None:
-    call = quantized(CASES[name], kind, scales)
-    with cattn.num_threads(1):
-        right = everything(**dequantized(call))
-    for way, result in every_way(lambda: everything(**call), tiny=name in ("few tokens", "one key")):
-        assert_same_bits(result, right, way)
-
-
 @pytest.mark.parametrize("scales", ["token", "channel"])
 @pytest.mark.parametrize("names", [("key",), ("value",)])
 def test_one_of_the_two_may_be_quantized(names: tuple[str, ...], scales: str, isa: str) -> None:
@@ -158,43 +147,6 @@ def test_nan_in_hidden_places_does_not_leak(T_q: int, path: str) -> None:
     assert np.isnan(everything(**call, attn_mask=mask).out[..., 0]).all()
 
 
-def gradients(call: Call, grad_out: np.ndarray) -> cattn.AttentionGradients:
-    result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
-    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
-
-
-@pytest.mark.promise("gradients' bits")
-@pytest.mark.parametrize(("kind", "scales"), [(np.int8, "channel"), (F8, "token")])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "no columns"])
-def test_gradients_have_the_bits_of_the_float32_call(name: str, kind: Any, scales: str, isa: str, normal: Any) -> None:
-    call = quantized(CASES[name], kind, scales)
-    grad_out = normal(*call["query"].shape[:3], call["value"].shape[-1], dtype=np.float32)
-    with cattn.num_threads(1):
-        right = gradients(dequantized(call), grad_out)
-    assert right.key.dtype == right.value.dtype == np.float32
-    for threads in (1, 3):
-        with cattn.num_threads(threads):
-            found = gradients(call, grad_out)
-        for field, a in found._asdict().items():
-            if a is not None:
-                assert_same_bits(a, getattr(right, field), f"{field}, {threads} threads")
-
-
-@pytest.mark.parametrize("scales", ["token", "channel"])
-@pytest.mark.parametrize("kind", KINDS, ids=["int8", "float8"])
-def test_weights_and_statistics(kind: Any, scales: str, isa: str) -> None:
-    call = quantized(CASES["window, softcap, slopes, sinks"], kind, scales)
-    call.pop("value")
-    right = dequantized(call)
-    for stage in ("qk", "softcap", "bias", "mask", "softmax"):
-        assert_same_bits(cattn.attention_weights(**call, stage=stage), cattn.attention_weights(**right, stage=stage))
-    dropped = {"stage": "dropout", "dropout_p": 0.4, "rng": 3}
-    assert_same_bits(cattn.attention_weights(**call, **dropped), cattn.attention_weights(**right, **dropped))
-    found, wanted = cattn.attention_statistics(**call, top_k=3), cattn.attention_statistics(**right, top_k=3)
-    for field, a in found._asdict().items():
-        assert_same_bits(a, getattr(wanted, field), field)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=["int8", "float8"])
 @pytest.mark.parametrize("shapes", [((9, 2, 1), (9, 1, 11)), ((2, 16), (9, 2, 1)), ((9, 1, 1), (2, 11)), ((), (11,))])
 def test_packed_sequences(kind: Any, shapes: tuple[tuple[int, ...], tuple[int, ...]], normal: Any) -> None:
@@ -215,37 +167,6 @@ def test_packed_sequences(kind: Any, shapes: tuple[tuple[int, ...], tuple[int, .
     del call["value"]
     received = [cattn.varlen_attention_statistics(**of, **options).received for of in (call, dequantized(call))]
     assert_same_bits(received[0], received[1])
-
-
-@given(st.data())
-@settings(max_examples=max(60, settings().max_examples))
-def test_random_calls_have_the_bits_of_the_float32_call(isa: str, data: st.DataObject) -> None:
-    """With every option, rank and stride of the arrays and the scales."""
-    draw = data.draw
-    call, _ = draw(calls())
-    call = quantize(chooser(draw), call)
-    if draw(st.booleans()) and isinstance(call["value"], cattn.Quantized):
-        call["value"] = cattn.Quantized(call["value"].values, draw(st.sampled_from([0.5, np.float64(0.1), [[0.25]]])))
-    right = everything(**dequantized(call))
-    for way, result in every_way(lambda: everything(**call), tiny=False):
-        assert_same_bits(result, right, way)
-    grad_out = np.ones_like(right.out)
-    found, wanted = gradients(call, grad_out), gradients(dequantized(call), grad_out)
-    for field, a in found._asdict().items():
-        if a is not None:
-            assert_same_bits(a, getattr(wanted, field), field)
-
-
-def test_tables_and_threads_agree() -> None:
-    """Where another test compares with the float32 call, this one compares the kernels among themselves."""
-    for kind in KINDS:
-        call = quantized(CASES["a few steps"], kind, "token")
-        with table("scalar"), forced("rows"), cattn.num_threads(1):
-            right = everything(**call)
-        for entry in cattn.show_config("dicts")["tables"]:
-            if entry["usable"] and entry["bit_contract"]:
-                with table(entry["name"]), forced("split"), cattn.num_threads(3):
-                    assert_same_bits(everything(**call), right, entry["name"])
 
 
 def test_the_reference_dequantizes_in_float32(normal: Any) -> None:

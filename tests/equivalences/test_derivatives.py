@@ -1,0 +1,114 @@
+"""Gradients and tangents have the bits of the equivalent call, with any number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table import LAYOUT, Call, Row, assert_same_fields, dtypes_of, every_case, every_row, is_refused, swapped, without
+
+import cattn
+from support.derivatives import direction
+
+GIVEN = ("grad_out", "grad_lse")
+
+
+def with_gradients(row: Row, call: Call) -> Call:
+    """Return the call with a gradient of its output, in the form of its arrays, and one of its log-sum-exp."""
+    result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
+    rng = np.random.default_rng(1)
+    grad_out = rng.standard_normal(result.out.shape)
+    return call | {"grad_out": grad_out.astype(result.out.dtype), "grad_lse": rng.standard_normal(result.lse.shape)}
+
+
+def gradients(call: Call) -> cattn.AttentionGradients:
+    given, call = {name: call[name] for name in GIVEN}, without(call, *GIVEN)
+    result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
+    return cattn.attention_backward(**given, out=result.out, lse=result.lse, **call)
+
+
+def tangents(call: Call) -> cattn.AttentionTangents:
+    return cattn.attention_jvp(**call, return_lse=np.float64)
+
+
+def second(call: Call) -> cattn.AttentionGradients:
+    """Return the gradients of the derivative, for gradients that are those of the output's derivative."""
+    call = dict(call)
+    given = {"grad_out_tangent": call.pop("grad_out"), "grad_lse_tangent": call.pop("grad_lse")}
+    return cattn.attention_jvp_backward(**given, **call, **tangents(call)._asdict())
+
+
+def check(row: Row, ask: Any, call: Call, what: str) -> None:
+    with cattn.num_threads(1):
+        right = row.equivalent(ask, call)
+    for threads in (1, 3):
+        with cattn.num_threads(threads):
+            assert_same_fields(ask(call), right, f"{what}, {threads} threads")
+
+
+@pytest.mark.promise("gradients' bits")
+@every_case
+def test_gradients(row: Row, name: str, isa: str) -> None:
+    for dtype in () if "heads" in row.sums_of_its_own else dtypes_of(row, name, isa):
+        check(row, gradients, with_gradients(row, row.cases[name](dtype)), str(dtype))
+
+
+@pytest.mark.promise("gradients' bits")
+@every_row
+@pytest.mark.parametrize("shape", [(1, 4, 0, 0), (4, 0, 0), (2, 4, 0, 1), (2, 4, 1, 0)])
+def test_gradients_of_a_bias(row: Row, shape: tuple[int, ...], isa: str) -> None:
+    """An axis of size 0 has the size of the scores."""
+    call = row.cases["many queries" if "many queries" in row.cases else "blocks of 64"](row.dtypes[0])
+    entries_share_it, queries_share_it = shape[0] != 2, shape[-2] == 1
+    if (row.option == "key_value_seq_starts" and entries_share_it) or (
+        row.option == "key_indices" and queries_share_it
+    ):
+        return  # its gradient is a sum with an order of its own: test_starts.py, docs/bit_contract.md
+    lengths = call["query"].shape[-3 if row is LAYOUT else -2], call["key"].shape[-3 if row is LAYOUT else -2]
+    size = shape[:-2] + tuple(own or length for own, length in zip(shape[-2:], lengths, strict=True))
+    call |= {"bias": np.random.default_rng(3).standard_normal(size, np.float32), "softcap": 2.0}
+    check(row, gradients, with_gradients(row, call), str(shape))
+
+
+def with_tangents(row: Row, call: Call) -> Call:
+    first = {name: swapped(x) if name in ("query", "key", "value") else x for name, x in call.items()}
+    found = direction(first if row is LAYOUT else call)
+    if row is LAYOUT:
+        found = {n: swapped(x) if n[:-8] in ("query", "key", "value") else x for n, x in found.items()}
+    return call | found
+
+
+@pytest.mark.promise("gradients' bits")
+@every_case
+def test_tangents_and_their_gradients(row: Row, name: str, isa: str) -> None:
+    def refused(call: Call) -> Any:
+        return cattn.attention_jvp(**call, query_tangent=np.zeros(call["query"].shape, call["query"].dtype))
+
+    if is_refused(row, "tangents", refused):
+        return
+    for dtype in dtypes_of(row, name, isa):
+        call = with_tangents(row, row.cases[name](dtype))
+        check(row, tangents, call, str(dtype))
+        given = with_gradients(row, row.cases[name](dtype))
+        check(row, second, call | {name: given[name] for name in GIVEN}, f"{dtype}, gradients")
+
+
+@every_row
+@given(data=st.data())
+@settings(max_examples=max(20, settings().max_examples // 4))
+def test_gradients_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
+    if "heads" not in row.sums_of_its_own:
+        check(row, gradients, with_gradients(row, data.draw(row.drawn)), "")
+
+
+@every_row
+@given(data=st.data())
+@settings(max_examples=max(15, settings().max_examples // 6))
+def test_tangents_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
+    call = data.draw(row.drawn)
+    stored = [name for name in ("key", "value") if isinstance(call[name], cattn.Quantized)]
+    if "tangents" not in row.refuses and "key_indices" not in call and not stored:
+        check(row, tangents, with_tangents(row, call), "")

@@ -1,0 +1,91 @@
+"""Output, weights, log-sum-exp and dropout mask have the bits of the equivalent call, in every way to compute them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table import Row, assert_same_fields, dtypes_of, every_case, every_row, outputs
+
+import cattn
+from support import assert_same_bits, every_way, forced
+
+
+@pytest.mark.promise("blocks", "padding on the left", "layouts", "quantized", "gathered keys", "halves", "hidden keys")
+@every_case
+def test_every_path_and_table_gives_the_bits_of_the_equivalent_call(row: Row, name: str, isa: str) -> None:
+    """With any numbers where nothing is seen."""
+    for dtype in dtypes_of(row, name, isa):
+        call = row.cases[name](dtype)
+        right = row.equivalent(outputs, call)
+        for same in (call, *row.poisoned(call)):
+            for way, result in every_way(lambda same=same: outputs(same), tiny=name == "few tokens"):
+                assert_same_fields(result, right, f"{dtype}, {way}")
+
+
+@pytest.mark.promise("strides")
+@pytest.mark.parametrize("layout", ["Fortran", "backwards", "apart"])
+@every_row
+def test_any_strides_of_inputs_and_results(row: Row, layout: str, path: str) -> None:
+    """Memory between the elements of a result is not written."""
+
+    def lay_out(a: np.ndarray) -> np.ndarray:
+        if layout == "Fortran":
+            return np.asfortranarray(a)
+        if layout == "backwards":
+            return np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
+        return np.repeat(np.repeat(a, 2, axis=-1), 3, axis=-2)[..., ::3, ::2]
+
+    for dtype in row.dtypes:
+        call = row.cases["few tokens"](dtype)
+        right = row.equivalent(outputs, call)
+        strided = {
+            name: lay_out(x) if isinstance(x, np.ndarray) and name in ("query", "key", "value", "attn_mask") else x
+            for name, x in call.items()
+        }
+        for name, x in call.items():
+            if isinstance(x, cattn.Quantized):
+                strided[name] = cattn.Quantized._of_checked(*map(lay_out, x))
+        *batch, rows, columns = right.out.shape
+        memory = np.full((*batch, 3 * rows, 2 * columns + 9), 7, right.out.dtype)
+        out = memory[..., 1 : 1 + 3 * rows : 3, 2 * columns + 4 : 4 : -2]
+        assert cattn.scaled_dot_product_attention(**strided, out=out) is out
+        assert_same_bits(out.copy(), right.out, str(dtype))
+        out[...] = 7
+        assert (memory == 7).all(), "something else was written"
+        *batch, rows, columns = right.weights.shape
+        memory = np.full((*batch, 3 * rows, 2 * columns + 9), 7, right.weights.dtype)
+        weights = memory[..., 1 : 1 + 3 * rows : 3, 2 * columns + 4 : 4 : -2]
+        cattn.attention_weights(**{name: x for name, x in strided.items() if name != "value"}, out=weights)
+        assert_same_bits(weights.copy(), right.weights, str(dtype))
+        weights[...] = 7
+        assert (memory == 7).all(), "something else was written"
+
+
+@every_row
+@given(data=st.data())
+@settings(max_examples=max(40, settings().max_examples // 2))
+def test_any_call_has_the_bits_of_the_equivalent_call(row: Row, isa: str, data: st.DataObject) -> None:
+    """With every other option, any rank, strides and dtype."""
+    call = data.draw(row.drawn)
+    right = row.equivalent(outputs, call)
+    for same in (call, *row.poisoned(call)[:1]):
+        for way, result in every_way(lambda same=same: outputs(same), tiny=False):
+            assert_same_fields(result, right, way)
+
+
+@every_row
+def test_every_table_agrees(row: Row, path: str) -> None:
+    """The equivalent calls run on the same table; here the tables are compared among themselves."""
+    call = row.cases["few tokens"](row.dtypes[0])
+    found = []
+    for entry in cattn.show_config("dicts")["tables"]:
+        if entry["usable"] and entry["bit_contract"]:
+            cattn._cattn._set_isa(entry["name"])
+            found.append(outputs(call))
+    with forced("rows"):
+        right = outputs(call)
+    assert found
+    for result in found:
+        assert_same_fields(result, right, "tables")
