@@ -30,7 +30,7 @@ FLOATS: list[Any] = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 ABOUT_VALUES = ("value", "dropout_p", "rng", "value_tangent")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Row:
     """An option, and the equivalent of a call that has it."""
 
@@ -43,6 +43,9 @@ class Row:
     seen: Callable[[Call, str, np.ndarray], np.ndarray] = lambda call, stage, weights: weights  # of weights of a stage
     refuses: dict[str, str] = dataclasses.field(default_factory=dict)  # question: text of the error
     sums_of_its_own: tuple[str, ...] = ()  # who shares an array, so that its gradient is added in an order of its own
+
+    def __repr__(self) -> str:
+        return self.option
 
 
 def without(call: Call, *names: str) -> Call:
@@ -127,9 +130,14 @@ def blocked(size: int, T_q: int, T_k: int, p: float = 0.3, **options: Any) -> Ca
     return case(T_q, T_k, block_mask=cattn.BlockMask(blocks, size), **options)
 
 
+def boolean(call: Call) -> Call:
+    """Return the call without a float mask, whose gradient would have the shape of the blocks' mask."""
+    return without(call, "attn_mask") if "attn_mask" in call and call["attn_mask"].dtype != bool else call
+
+
 @st.composite
 def with_blocks(draw: st.DrawFn) -> Call:
-    call = without(draw(calls())[0], "block_mask")
+    call = boolean(without(draw(calls())[0], "block_mask"))
     size = draw(st.sampled_from([1, 7, 16, 50, 64, 192]))
     blocks = bools(draw(st.integers(0, 2**32)), *(-(-n // size) for n in lengths_of(call)), p=0.4)
     return call | {"block_mask": cattn.BlockMask(blocks, size)}
@@ -327,7 +335,7 @@ STARTS = Row(
     equivalent=entry_by_entry,
     drawn=calls(["key_value_seq_starts"])
     .filter(lambda drawn: 0 not in drawn[0]["query"].shape[:-2])
-    .map(lambda drawn: each_entry_has_its_own(drawn[0])),
+    .map(lambda drawn: each_entry_has_its_own(boolean(drawn[0]) if "block_mask" in drawn[0] else drawn[0])),
     poisoned=lambda call: [before_the_starts(call, INF)],
     seen=before_starts_only,
     sums_of_its_own=("entries",),  # test_starts.py has the order

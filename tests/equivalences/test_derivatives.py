@@ -74,11 +74,11 @@ def test_gradients_of_a_bias(row: Row, shape: tuple[int, ...], isa: str) -> None
 
 
 def with_tangents(row: Row, call: Call) -> Call:
-    first = {name: swapped(x) if name in ("query", "key", "value") else x for name, x in call.items()}
-    found = direction(first if row is LAYOUT else call)
-    if row is LAYOUT:
-        found = {n: swapped(x) if n[:-8] in ("query", "key", "value") else x for n, x in found.items()}
-    return call | found
+    if row is not LAYOUT:
+        return call | direction(call)
+    inputs = ("query", "key", "value")
+    found = direction(call | {name: swapped(call[name]) for name in inputs})
+    return call | {n: swapped(x) if n.removesuffix("_tangent") in inputs else x for n, x in found.items()}
 
 
 @pytest.mark.promise("gradients' bits")
