@@ -19,9 +19,11 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib draws without a screen
 
 # "ci" draws the same examples in every run, so that a failure can be repeated anywhere; "long" is for a night. One
 # fixture may serve many examples: those that choose a kernel table or a path keep their choice. There is no deadline,
-# because the speed of the machine is no test result.
+# and no check of slow choices, because the speed of the machine is no test result.
 _common = hypothesis.settings(
-    deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile("ci", _common, derandomize=True, database=None)
 hypothesis.settings.register_profile("dev", _common)

@@ -233,6 +233,23 @@ def test_no_compiler_flag_changes_arithmetic() -> None:
         assert f'"{flag}' not in text  # as a flag; the text says which ones are taken back
 
 
+# Files of less than 40 lines, and why they are no part of another one.
+SHORT = {
+    "python/cattn/_version.py": "setup.py reads it without importing the package",
+    "csrc/call/operands.c": "the rows are in its header, which several sources expand",
+    "csrc/call/numbers.c": "plain C that the binding and XLA share",
+    "csrc/core/rowwise.c": "what the sources of row-wise functions share",
+    "fuzz/core/visible.h": "what the sources of the fuzzer share",
+}
+
+
+def files_have_a_size_of_their_own(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    is_table = re.fullmatch(r"csrc/kernels/kernels_\w+\.c", name)  # constants, and one object of the build
+    if path.name != "__init__.py" and name not in SHORT and not is_table:
+        assert len(path.read_text("utf-8").splitlines()) >= 40
+
+
 C_LAWS = [
     a_layer_includes_only_the_layers_below_it,
     one_instruction_set_is_meant_in_kernels_only,
@@ -245,5 +262,6 @@ def test_every_file_keeps_the_laws(subtests: pytest.Subtests) -> None:
     for path in FILES:
         with subtests.test(path.relative_to(ROOT).as_posix()):
             files_are_short_and_begin_with_their_purpose(path)
+            files_have_a_size_of_their_own(path)
             for law in C_LAWS if path in C_FILES else ():
                 law(path)

@@ -1,4 +1,4 @@
-"""Attention against the reference: every kernel table, dtype, path and option, and lengths around every block size."""
+"""Attention against the reference: every dtype, path and option, lengths around every block size, random problems."""
 
 import functools
 import itertools
@@ -26,7 +26,8 @@ from support import (
     textbook,
     widened,
 )
-from support.calls import HEAD_DIMS, KEYS, LONG, ROWS, calls
+from support.calls import HEAD_DIMS, KEYS, LONG, ROWS, calls, drawn
+from support.laws import Problem, check, problem
 
 INF = np.inf
 Build = Callable[[Callable[..., np.ndarray], np.random.Generator], dict[str, Any]]
@@ -401,3 +402,13 @@ def test_two_finite_masks_whose_sum_overflows_hide_nothing(isa: str, dtype: type
     x = np.random.default_rng(0).standard_normal((7, 4)).astype(dtype)
     out = cattn.scaled_dot_product_attention(x[:5], x, x, lowest, bias=lowest)
     np.testing.assert_allclose(out, np.broadcast_to(x.mean(0), (5, 4)), rtol=1e-5, atol=1e-6)
+
+
+# ---- random problems -------------------------------------------------------------------------------------------------
+@pytest.mark.promise(
+    "formula", "stages", "gradients", "paths and tables", "threads and batch", "strides", "hidden keys"
+)
+@given(drawn(problem))
+@settings(max_examples=settings().max_examples if settings().max_examples > 100 else 40)
+def test_random_problems(chosen: Problem) -> None:
+    check(chosen)
