@@ -112,7 +112,8 @@ def of_pairs(call: Call) -> Call:
 
 def unseen_by_blocks(call: Call) -> list[Call]:
     """Poison in the keys and values that no query of the group sees."""
-    if call["query"].shape[1] != 4 or call["query"].shape[0] != 2:
+    heads = [call[name].shape[:-2] for name in ("query", "key", "value")]
+    if heads != [(2, 4), (2, 2), (2, 2)] or 0 in lengths_of(call):
         return []
     mask = np.broadcast_to(of_pairs(call)["attn_mask"], (2, 4, *lengths_of(call)))
     hidden = ~mask.reshape(2, 2, -1, mask.shape[-1]).any(axis=2)[..., None]
