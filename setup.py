@@ -1,4 +1,4 @@
-"""Builds the extension module cattn._cattn: kernels once for each instruction set and precision, other files once.
+"""Builds the extension module cattn._cattn: kernels once for each instruction set and element type, other files once.
 
 A build is for the processor of this machine: it has the table of kernels that this processor prefers, and slower ones,
 compiled with less optimisation, in case the build is moved to another machine. CATTN_TABLES=all is for what is given
@@ -54,10 +54,19 @@ GNU512 = ["-mavx2", "-mfma", "-Wno-psabi", "-O1"]
 AVX512_BF16, AVX512_BF16_FLAG = "avx512_bf16", "-mavx512bf16"
 # the same by tiles
 AMX, AMX_FLAGS = "amx", [AVX512_BF16_FLAG, "-mamx-tile", "-mamx-bf16"]
-# What a stub is compiled for: numbers of 32 and 64 bits, and products of bfloat16 by pairs (16) and tiles (17).
-BITS = ("16", "17", "32", "64")
+# What kernels_table.c is compiled for: numbers of 32 and 64 bits, products of bfloat16 by pairs (16) and in tiles (17),
+# and the functions of rows.
+KINDS = {bits: [("REAL_BITS", bits)] for bits in ("16", "17", "32", "64")}
+KINDS |= {f"rows{bits}": [("REAL_BITS", bits), ("ROW_KERNELS", "1")] for bits in ("32", "64")}
+# Products by pairs and float64 are as fast at -O2, which takes half the time. float32 is not: decoding takes a tenth
+# longer. There GCC's copies of functions for constant arguments, and inlining beyond the limits of -O2, give no speed.
+AT_O2 = ("16", "64", "rows64")
+FEW_COPIES = ["-fno-ipa-cp-clone", "--param=max-inline-insns-auto=15", "--param=inline-min-speedup=30"]
+FEW_COPIES += ["--param=max-inline-insns-single=70", "--param=early-inlining-insns=6"]
 ONE_KIND = {AVX512_BF16: ("16",), AMX: ("17",)}
 TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
+# The kinds of a table that are another table's, as core/dispatch.c has it.
+SHARED = {"avx512_256": dict.fromkeys(["16", "17", "rows32", "rows64"], "avx512")}
 # Prints the tables that this machine's processor prefers, by the rules of csrc/core/dispatch.c.
 PROBE = """\
 #include <stdio.h>
@@ -129,6 +138,17 @@ def compile_flags(exact: Sequence[str] = ()) -> list[str]:
     return flags
 
 
+def kernel_objects(tables: dict[str, list[str]]) -> dict[str, tuple[list[tuple[str, str]], list[str]]]:
+    """Return macros and flags for each object of kernels_table.c that these tables, with their flags, consist of."""
+    objects = {}
+    for table, flags in tables.items():
+        for kind in ONE_KIND.get(table, tuple(KINDS)):
+            name = SHARED.get(table, {}).get(kind, table)
+            macros = [(f"TABLE_{name.upper()}", "1"), *KINDS[kind]]
+            objects[f"{name}_{kind}"] = (macros, tables.get(name, flags))
+    return objects
+
+
 def n_cpus() -> int:
     """Return how many compilers run at a time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -196,7 +216,7 @@ def silence() -> Iterator[None]:
 
 
 class BuildTables(build_ext):
-    """Compiles all objects in parallel, each kernel stub with the flags of its instruction set in both precisions."""
+    """Compiles all objects in parallel, kernels with the flags of their instruction set."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -248,10 +268,10 @@ class BuildTables(build_ext):
         return set()
 
     def table_flags(self) -> dict[str, list[str]]:
-        """Return the tables of this build and the flags of their stubs.
+        """Return the tables of this build and the flags of their objects.
 
         A Python for both kinds of Macs compiles every file for both machines. Then the flags are for one of them, and
-        the stubs are empty for the other.
+        the objects are empty for the other.
         """
         machines = {after for flag, after in pairwise(getattr(self.compiler, "compiler_so", [])) if flag == "-arch"}
         tables = dict(PORTABLE)
@@ -291,6 +311,14 @@ class BuildTables(build_ext):
         flags = compile_flags([flag for flag in EXACT if self.accepts([flag])])
         return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
 
+    def kernel_flags(self, kind: str, isa: list[str]) -> list[str]:
+        """Return the flags of a kind of kernels beside `flags` (GCC and Clang)."""
+        tuned: list[str] = []
+        if "-O1" not in isa and not any(map(switch, ("DEBUG", "SANITIZE", "COVERAGE"))):
+            few = FEW_COPIES if kind in ("17", "32") and self.accepts(FEW_COPIES) else []
+            tuned = ["-O2"] if kind in AT_O2 else few
+        return tuned + isa
+
     def link_flags(self) -> list[str]:
         """Return the flags of the link (GCC and Clang)."""
         return [*HARDENED_LINK, "-lm", *(flag for flag in EXACT_LINK if self.accepts([flag]))]
@@ -321,9 +349,10 @@ class BuildTables(build_ext):
         tables = self.table_flags()
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have * source.endswith("dispatch.c"), flags) for source in ext.sources]
-        for name, isa in tables.items():
-            stub = str(CSRC / "kernels" / f"kernels_{name}.c")
-            jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in ONE_KIND.get(name, BITS)]
+        kernels = str(CSRC / "kernels" / "kernels_table.c")
+        for name, (macros, isa) in kernel_objects(tables).items():
+            own = isa if msvc else self.kernel_flags(name.rpartition("_")[2], isa)
+            jobs += [(kernels, macros, flags + own)]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
         lists = ["-MMD"] * (not msvc and not WINDOWS and "-arch" not in self.compiler.compiler_so)

@@ -8,7 +8,7 @@
 
 struct activation_job {
     const struct cattn_activation_params *params;
-    const struct cattn_kernels *kernels;
+    const struct cattn_row_kernels *kernels;
     struct cattn_long_rows rows;
     bool direct; /* the kernels can read and write the tensors */
 };
@@ -67,7 +67,7 @@ enum cattn_status cattn_activate(const struct cattn_activation_params *p) {
     const struct cattn_tensor *const tensors[] = {&p->x, &p->grad, &p->out};
     struct activation_job job = {
         .params = p,
-        .kernels = cattn_kernels_for(p->dtype),
+        .kernels = cattn_row_kernels_for(p->dtype),
         .rows = {.n_batch_dims = p->n_batch_dims,
                  .batch_shape = p->batch_shape,
                  .n_rows = p->n_rows,

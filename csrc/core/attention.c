@@ -244,6 +244,7 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     const struct forward_job *job = context;
     const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
+    const struct cattn_row_kernels *kernels = cattn_row_kernels_for(p->dtype);
     const int64_t head = task % p->num_heads;
     struct cattn_batch batch;
     struct cattn_drop drop;
@@ -254,8 +255,8 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++, to += mask->row) {
         for (int64_t k = 0; k < first_key; k++)
             to[k * mask->col] = 1; /* nothing is dropped from the padding */
-        job->kernels->dropout_mask_row(&drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
-                                       to + first_key * mask->col, mask->col, p->seqlen_k - first_key);
+        kernels->dropout_mask_row(&drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
+                                  to + first_key * mask->col, mask->col, p->seqlen_k - first_key);
     }
 }
 

@@ -14,20 +14,22 @@
 struct table {
     const char *name;
     const struct cattn_kernels *kernels[2]; /* by dtype */
-    struct cattn_kernel_pair bf16[2];       /* of float32 whose products are of bfloat16: by pairs, by tiles */
-    unsigned needs;                         /* features of the processor */
-    unsigned slow_with;                     /* features with which an earlier table is faster */
+    const struct cattn_row_kernels *rows[2];
+    struct cattn_kernel_pair bf16[2]; /* of float32 whose products are of bfloat16: by pairs, by tiles */
+    unsigned needs;                   /* features of the processor */
+    unsigned slow_with;               /* features with which an earlier table is faster */
     bool test_only;
 };
 
-/* `bf16` and `few` have pairs, for tiles and few rows; `wide` and `narrow` the same with the arithmetic of tiles. */
-#define TABLE_WITH(name, text, bf16, few, wide, narrow)                                                                \
-    text, {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}, {                                                  \
+/* `rows` is the vocabulary; `bf16` and `few` have pairs, for tiles and few rows, `wide` and `narrow` tiles. */
+#define TABLE_WITH(name, text, rows, bf16, few, wide, narrow)                                                          \
+    text, {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64},                                                    \
+        {&cattn_row_kernels_##rows##_32, &cattn_row_kernels_##rows##_64}, {                                            \
         {&cattn_kernels_##bf16##_16, &cattn_kernels_##few##_16}, {                                                     \
             &cattn_kernels_##wide##_17, &cattn_kernels_##narrow##_17                                                   \
         }                                                                                                              \
     }
-#define TABLE(name) TABLE_WITH(name, #name, name, name, name, name)
+#define TABLE(name) TABLE_WITH(name, #name, name, name, name, name, name)
 
 /* From worst to best: the last usable one that is not slow here is selected. */
 static const struct table tables[] = {
@@ -42,9 +44,9 @@ static const struct table tables[] = {
     {TABLE(avx2), CATTN_CPU_AVX2, 0, false},
 #endif
 #ifdef CATTN_HAVE_AVX512_256
-    {TABLE(avx512_256), CATTN_CPU_AVX512, 0, false},
+    {TABLE_WITH(avx512_256, "avx512_256", avx512, avx512, avx512, avx512, avx512), CATTN_CPU_AVX512, 0, false},
 #ifdef CATTN_HAVE_AVX512_BF16
-    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512_bf16, avx512_bf16, avx512_256, avx512_256),
+    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512, avx512_bf16, avx512_bf16, avx512, avx512),
      CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, 0, false},
 #endif
 #endif
@@ -52,12 +54,12 @@ static const struct table tables[] = {
     {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_SPLITS_512, false},
 #ifdef CATTN_HAVE_AVX512_BF16
     /* the instruction serves few rows, where conversions and memory count; FMAs multiply tiles */
-    {TABLE_WITH(avx512, "avx512_bf16_few", avx512, avx512_bf16, avx512, avx512),
+    {TABLE_WITH(avx512, "avx512_bf16_few", avx512, avx512, avx512_bf16, avx512, avx512),
      CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512, false},
-    {TABLE_WITH(avx512, "avx512_bf16", avx512_bf16, avx512_bf16, avx512, avx512),
+    {TABLE_WITH(avx512, "avx512_bf16", avx512, avx512_bf16, avx512_bf16, avx512, avx512),
      CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512 | CATTN_CPU_SLOW_PAIRS, false},
 #ifdef CATTN_HAVE_AMX /* its kernels of tiles take the place of avx512's if the system permits them */
-    {TABLE_WITH(avx512, "avx512_amx", avx512, avx512_bf16, avx512, amx),
+    {TABLE_WITH(avx512, "avx512_amx", avx512, avx512, avx512_bf16, avx512, amx),
      CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16 | CATTN_CPU_AMX, 0, false},
 #endif
 #endif
@@ -120,6 +122,10 @@ bool cattn_isa_select(const char *name) {
 
 const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype) {
     return tables[atomic_load(&current)].kernels[dtype];
+}
+
+const struct cattn_row_kernels *cattn_row_kernels_for(enum cattn_dtype dtype) {
+    return tables[atomic_load(&current)].rows[dtype];
 }
 
 #ifdef CATTN_HAVE_AMX

@@ -30,6 +30,7 @@ unsigned cattn_cpu(void);
 /* ---- the kernel table in use ---- */
 
 const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype);
+const struct cattn_row_kernels *cattn_row_kernels_for(enum cattn_dtype dtype);
 /* Two tables with equal lanes and tiles: for tiles, and for few rows, whose conversions and memory take the time. */
 struct cattn_kernel_pair {
     const struct cattn_kernels *tiles, *few;

@@ -104,7 +104,7 @@ void cattn_drop_fill(const struct cattn_dropout_spec *spec, int64_t batch, struc
 
 struct dropout_job {
     const struct cattn_dropout_params *params;
-    const struct cattn_kernels *kernels;
+    const struct cattn_row_kernels *kernels;
     struct cattn_drop drop;
     struct cattn_long_rows rows;
     double scale;                       /* of the elements that are kept */
@@ -230,7 +230,7 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
         return CATTN_OK;
     struct dropout_job job = {
         .params = p,
-        .kernels = cattn_kernels_for(p->dtype),
+        .kernels = cattn_row_kernels_for(p->dtype),
         .rows = {.n_batch_dims = p->n_batch_dims,
                  .batch_shape = p->batch_shape,
                  .n_rows = p->n_rows,

@@ -16,7 +16,7 @@
 
 struct norm_job {
     const struct cattn_norm_params *params;
-    const struct cattn_kernels *kernels;
+    const struct cattn_row_kernels *kernels;
 };
 
 /* Bytes of a row in the type of the computation, in whole cache lines. */
@@ -56,7 +56,7 @@ enum cattn_status cattn_norm(const struct cattn_norm_params *p) {
         return CATTN_OK;
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, cattn_rows_per_task(p->n_cols));
     const bool alone = p->n_rows * p->n_cols < 2 * CATTN_TASK_ELEMENTS;
-    struct norm_job job = {.params = p, .kernels = cattn_kernels_for(p->dtype)};
+    struct norm_job job = {.params = p, .kernels = cattn_row_kernels_for(p->dtype)};
     return cattn_parallel_for(n_tasks, alone ? 1 : p->num_threads, row_size(p->dtype, p->n_cols), norm_task, &job,
                               &p->poll);
 }
@@ -70,7 +70,7 @@ enum cattn_status cattn_norm(const struct cattn_norm_params *p) {
 
 struct gradient_job {
     const struct cattn_norm_backward_params *params;
-    const struct cattn_kernels *kernels;
+    const struct cattn_row_kernels *kernels;
     int64_t n_blocks, blocks_per_task;
     int64_t n_sums; /* of a block: n_cols for the weight, then n_cols for the bias, if their gradients are wanted */
     double *totals; /* the sums so far; NULL if there are none */
@@ -160,7 +160,8 @@ enum cattn_status cattn_norm_backward(const struct cattn_norm_backward_params *p
     if (p->n_cols == 0)
         return CATTN_OK;
     const int64_t weight_sums = p->grad_weight.data ? p->n_cols : 0, bias_sums = p->grad_bias.data ? p->n_cols : 0;
-    struct gradient_job job = {.params = p, .kernels = cattn_kernels_for(p->dtype), .n_sums = weight_sums + bias_sums};
+    struct gradient_job job = {
+        .params = p, .kernels = cattn_row_kernels_for(p->dtype), .n_sums = weight_sums + bias_sums};
     if (job.n_sums == 0)
         return p->n_rows > 0 ? run_tasks(&job) : CATTN_OK;
     struct cattn_scratch totals = {NULL, 0};

@@ -31,7 +31,8 @@ struct cattn_rope_law {
 
 void cattn_rope_settle(const struct cattn_rope_params *params, struct cattn_rope_law *law);
 /* `kernels` is the float64 table. Writes law->n numbers. */
-void cattn_rope_frequencies(const struct cattn_rope_law *law, const struct cattn_kernels *kernels, double *frequencies);
+void cattn_rope_frequencies(const struct cattn_rope_law *law, const struct cattn_row_kernels *kernels,
+                            double *frequencies);
 
 #define TWO_PI 0x1.921fb54442d18p+2
 /* ln 2 in two parts; the first has 42 bits, so that its product with an exponent is exact */
@@ -159,7 +160,7 @@ static double scale_yarn(const struct cattn_rope_law *law, int64_t i, double fre
     return frequency / law->scaling.factor * ramp + frequency * (1 - ramp);
 }
 
-void cattn_rope_frequencies(const struct cattn_rope_law *law, const struct cattn_kernels *kernels,
+void cattn_rope_frequencies(const struct cattn_rope_law *law, const struct cattn_row_kernels *kernels,
                             double *frequencies) {
     kernels->rope_frequencies(law->n, law->step_high, law->step_low, frequencies);
     for (int64_t i = 0; i < law->n && law->scaling.type >= CATTN_ROPE_LINEAR; i++) {
@@ -184,7 +185,7 @@ void cattn_rope_frequencies(const struct cattn_rope_law *law, const struct cattn
 
 struct rope_job {
     const struct cattn_rope_params *params;
-    const struct cattn_kernels *kernels, *kernels_f64;
+    const struct cattn_row_kernels *kernels, *kernels_f64;
     struct cattn_rope_law law;
     struct cattn_tensor x, out, positions; /* with the batch dimensions reordered, as batch_shape */
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
@@ -322,7 +323,7 @@ enum cattn_status cattn_rope(const struct cattn_rope_params *p) {
     if (p->n_batch == 0 || p->seqlen == 0 || p->n_cols == 0)
         return CATTN_OK;
     struct rope_job job = {
-        .params = p, .kernels = cattn_kernels_for(p->dtype), .kernels_f64 = cattn_kernels_for(CATTN_F64)};
+        .params = p, .kernels = cattn_row_kernels_for(p->dtype), .kernels_f64 = cattn_row_kernels_for(CATTN_F64)};
     struct tables unused;
     reorder(&job);
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */

@@ -11,7 +11,7 @@
 
 struct softmax_job {
     const struct cattn_softmax_params *params;
-    const struct cattn_kernels *kernels;
+    const struct cattn_row_kernels *kernels;
     int64_t rows_per_task;
     int64_t bundle; /* rows copied to scratch together, 0: none */
     bool streams;   /* rows are computed in scratch and copied from there with streaming stores */
@@ -43,7 +43,7 @@ static int64_t find_bundle(const struct cattn_softmax_params *p) {
 
 /* Use streaming stores only if the call is bandwidth-bound and the output is not in the cache already. A causal softmax
  * is: half of the exponentials fall away. New pages were just cleared through the cache, and x was just read. */
-static bool find_streams(const struct cattn_softmax_params *p, const struct cattn_kernels *kernels) {
+static bool find_streams(const struct cattn_softmax_params *p, const struct cattn_row_kernels *kernels) {
     const int64_t row_bytes = p->n_cols * (int64_t)cattn_element_size(p->dtype);
     return kernels->stream_row && p->is_causal && p->method != CATTN_SOFTMAX_RENORMALIZE && !p->out_is_new &&
            p->out.data != p->x.data && p->x.col == 1 && p->out.col == 1 && p->storage == CATTN_STORED_PLAIN &&
@@ -170,7 +170,7 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
     CATTN_CHECK(softmax, p);
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
-    const struct cattn_kernels *kernels = cattn_kernels_for(p->dtype);
+    const struct cattn_row_kernels *kernels = cattn_row_kernels_for(p->dtype);
     struct softmax_job job = {.params = p,
                               .kernels = kernels,
                               .rows_per_task = cattn_rows_per_task(p->n_cols),
@@ -192,7 +192,7 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
 
 struct gradient_job {
     const struct cattn_softmax_backward_params *params;
-    const struct cattn_kernels *kernels;
+    const struct cattn_row_kernels *kernels;
 };
 
 static void gradient_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -221,6 +221,6 @@ enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_par
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, cattn_rows_per_task(p->n_cols));
-    struct gradient_job job = {.params = p, .kernels = cattn_kernels_for(p->dtype)};
+    struct gradient_job job = {.params = p, .kernels = cattn_row_kernels_for(p->dtype)};
     return cattn_parallel_for(n_tasks, p->num_threads, 0, gradient_task, &job, &p->poll);
 }

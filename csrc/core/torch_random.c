@@ -17,7 +17,7 @@ void cattn_mt19937_seed(struct cattn_mt19937 *mt, uint32_t seed) {
 }
 
 void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
-    const struct cattn_kernels *kernels = cattn_kernels_for(CATTN_F32);
+    const struct cattn_row_kernels *kernels = cattn_row_kernels_for(CATTN_F32);
     while (n > 0) {
         if (mt->next == 0 || mt->next == CATTN_MT19937_WORDS) {
             kernels->mt19937_block(mt->state);
@@ -48,8 +48,8 @@ struct fill_job {
     const struct cattn_torch_fill *fill;
 };
 
-static const struct cattn_kernels *kernels_of(const struct cattn_torch_fill *fill) {
-    return cattn_kernels_for(fill->dtype);
+static const struct cattn_row_kernels *kernels_of(const struct cattn_torch_fill *fill) {
+    return cattn_row_kernels_for(fill->dtype);
 }
 
 /* ---- words to numbers ---- */
@@ -63,7 +63,7 @@ static double normal_single(struct cattn_torch_random *random) {
     uint32_t words[4];
     double u[2];
     cattn_mt19937_draw(&random->mt, 4, words);
-    cattn_kernels_for(CATTN_F64)->torch_uniform(words, 2, 0, 1, u);
+    cattn_row_kernels_for(CATTN_F64)->torch_uniform(words, 2, 0, 1, u);
     const double radius = sqrt(-2.0 * log1p(-u[1])), theta = 6.283185307179586 * u[0];
     random->normal = radius * sin(theta);
     random->has_normal = true;
@@ -302,7 +302,7 @@ void cattn_torch_dropout_next(struct cattn_torch_dropout *cursor, int64_t n, uin
         }
         return;
     }
-    const struct cattn_kernels *kernels = cattn_kernels_for(CATTN_F32);
+    const struct cattn_row_kernels *kernels = cattn_row_kernels_for(CATTN_F32);
     uint32_t words[DROPOUT_WORDS];
     for (int64_t at = 0; at < n; at += DROPOUT_WORDS / 2) {
         const int64_t count = n - at < DROPOUT_WORDS / 2 ? n - at : DROPOUT_WORDS / 2;

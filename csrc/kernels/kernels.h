@@ -260,9 +260,9 @@ struct cattn_jvp {
     void *lse_tangent[CATTN_TILE_ROWS]; /* in the table's own type; the first is NULL if nobody wants them */
 };
 
-/* What shows whether the tangents of out and lse belong to the tangents of the inputs (core/forgotten_options.c). One
- * number a row: over the keys, sums of P (S' - mean) and of its magnitude, of the terms of grad_out * out_tangent and
- * of their magnitudes; over the columns, sums of grad_out * out_tangent and of its magnitude. */
+/* For each row, the sums that core/forgotten_options.c needs to tell whether the tangents of out and lse belong to the
+ * tangents of the inputs: over the keys, sums of P (S' - mean) and of its magnitude, of the terms of grad_out *
+ * out_tangent and of their magnitudes; over the columns, sums of grad_out * out_tangent and of its magnitude. */
 struct cattn_tangent_fit {
     double centred[CATTN_TILE_ROWS], centred_magnitude[CATTN_TILE_ROWS];
     double products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
@@ -473,6 +473,9 @@ static inline int64_t cattn_packed_value_cols(enum cattn_bf16_products products,
     return products == CATTN_BF16_TILES ? cattn_round_up(n_cols, CATTN_UNIT) : n_cols;
 }
 
+/* ---- the tables ---- */
+
+/* The kernels of attention and of products of matrices. */
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
@@ -503,12 +506,6 @@ struct cattn_kernels {
     void (*statistics_block)(struct cattn_statistics *s, int64_t k0, int64_t k1);
     void (*statistics_add)(const struct cattn_statistics *s, int64_t k0);
     void (*statistics_finish)(struct cattn_statistics *s);
-    /* the drop bits of the keys 0 .. n-1 of one row of an attention matrix, as bytes */
-    void (*dropout_mask_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
-                             int64_t stride, int64_t n);
-    /* conversion of n stored elements to the table's own type, and back */
-    void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
-    void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     /* products of bfloat16: the rows begin .. end-1 of keys or values, rounded, to rows of cattn_packed_key_cols and
      * cattn_packed_value_cols elements from `to` on; begin is a multiple of CATTN_GROUP_TERMS, and tables of tiles fill
      * up the last group of values with zeros */
@@ -519,6 +516,23 @@ struct cattn_kernels {
     /* instructions for tiles: before and after a task that has them; NULL elsewhere */
     void (*tiles_begin)(void);
     void (*tiles_end)(void);
+    void (*product_pack_few)(struct cattn_product *product);
+    /* n_rows rows of A from `first` on; product_few: at most CATTN_PRODUCT_ROWS or CATTN_FEW_COLUMNS */
+    void (*product_tile)(struct cattn_product *product, int64_t first, int64_t n_rows);
+    int64_t product_packs_from; /* rows of B from which on product_tile packs rows of A */
+    void (*product_few)(struct cattn_product *product, int64_t first, int n_rows);
+
+    bool (*keeps_tiles)(void); /* keeps_arithmetic of instructions for tiles, which the system has to permit before */
+};
+
+/* The kernels of functions of rows. No micro-tile changes them, so tables of one vocabulary share them. */
+struct cattn_row_kernels {
+    /* the drop bits of the keys 0 .. n-1 of one row of an attention matrix, as bytes */
+    void (*dropout_mask_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
+                             int64_t stride, int64_t n);
+    /* conversion of n stored elements to the table's own type, and back */
+    void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
+    void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     void (*softmax_row)(const struct cattn_softmax_row *row);
     /* writes a row past the caches; NULL if the instruction set has no such stores */
     void (*stream_row)(const void *from, int64_t n, void *to);
@@ -532,11 +546,6 @@ struct cattn_kernels {
     void (*rope_frequencies)(int64_t n, double step_high, double step_low, double *frequencies);
     void (*rope_angles)(const struct cattn_rope_angles *angles);
     void (*rope_rows)(const struct cattn_rope_rows *rows);
-    void (*product_pack_few)(struct cattn_product *product);
-    /* n_rows rows of A from `first` on; product_few: at most CATTN_PRODUCT_ROWS or CATTN_FEW_COLUMNS */
-    void (*product_tile)(struct cattn_product *product, int64_t first, int64_t n_rows);
-    int64_t product_packs_from; /* rows of B from which on product_tile packs rows of A */
-    void (*product_few)(struct cattn_product *product, int64_t first, int n_rows);
     void (*norm_row)(const struct cattn_norm_row *row);
     void (*norm_gradient)(const struct cattn_norm_gradient *row);
     void (*activation_row)(const struct cattn_activation_row *row);
@@ -555,8 +564,6 @@ struct cattn_kernels {
     /* out = x * keep_scale where mask is 1, +0 where it is 0 */
     void (*torch_drop)(int64_t n, const void *x, int64_t x_stride, const uint8_t *mask, double keep_scale, void *out,
                        int64_t out_stride);
-
-    bool (*keeps_tiles)(void); /* keeps_arithmetic of instructions for tiles, which the system has to permit before */
 };
 
 /* A Mac's compiler may compile for two machines at once, with the same macros. Only one of them has these tables. */
@@ -569,18 +576,17 @@ struct cattn_kernels {
 #undef CATTN_HAVE_AMX
 #endif
 
-extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64, cattn_kernels_scalar_16,
-    cattn_kernels_scalar_17;
-extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64, cattn_kernels_gnu128_16,
-    cattn_kernels_gnu128_17;
-extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64, cattn_kernels_gnu512_16,
-    cattn_kernels_gnu512_17;
-extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64, cattn_kernels_avx2_16,
-    cattn_kernels_avx2_17;
-extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64, cattn_kernels_avx512_256_16,
-    cattn_kernels_avx512_256_17;
-extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64, cattn_kernels_avx512_16,
-    cattn_kernels_avx512_17;
+/* A build has the objects that its tables use (setup.py). */
+#define CATTN_EXTERN_TABLES(isa)                                                                                       \
+    extern const struct cattn_kernels cattn_kernels_##isa##_16, cattn_kernels_##isa##_17, cattn_kernels_##isa##_32,    \
+        cattn_kernels_##isa##_64;                                                                                      \
+    extern const struct cattn_row_kernels cattn_row_kernels_##isa##_32, cattn_row_kernels_##isa##_64
+CATTN_EXTERN_TABLES(scalar);
+CATTN_EXTERN_TABLES(gnu128);
+CATTN_EXTERN_TABLES(gnu512);
+CATTN_EXTERN_TABLES(avx2);
+CATTN_EXTERN_TABLES(avx512);
+extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64;
 extern const struct cattn_kernels cattn_kernels_avx512_bf16_16, cattn_kernels_amx_17;
 
 #endif

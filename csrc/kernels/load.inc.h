@@ -10,6 +10,17 @@
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
+INLINE real largest_lane(vf v) {
+    real lanes[LANES], largest = NEG_INF;
+    vf_storeu(lanes, v);
+    for (int i = 0; i < LANES; i++)
+        largest = lanes[i] > largest ? lanes[i] : largest;
+    return largest;
+}
+
+/* The fixed tree over the CATTN_SUM_CHAINS chains of a block sum, for arrays of vf or real. */
+#define SUM_TREE(s) ((((s)[0] + (s)[4]) + ((s)[2] + (s)[6])) + (((s)[1] + (s)[5]) + ((s)[3] + (s)[7])))
+
 /* n <= LANES elements at any stride. The other lanes are 0. */
 INLINE vf load_strided(const real *p, int64_t stride, int n) {
     if (stride == 1)
@@ -153,6 +164,17 @@ static void narrow_row(enum cattn_storage storage, const void *from, int64_t n, 
 
 INLINE size_t stored_size(enum cattn_storage storage) {
     return cattn_stored_size(REAL_BITS == 32 ? CATTN_F32 : CATTN_F64, storage);
+}
+
+/* The first n <= LANES bytes of a mask: -inf where 0, +0 elsewhere and in the lanes from n on. */
+INLINE vf load_mask(const uint8_t *mask, int64_t stride, int n) {
+    uint8_t lanes[LANES];
+    if (stride != 1) {
+        for (int i = 0; i < n; i++)
+            lanes[i] = mask[i * stride];
+        mask = lanes;
+    }
+    return n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
 }
 
 /* ---- keys and values ---- */

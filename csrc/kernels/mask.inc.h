@@ -96,17 +96,6 @@ static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
     return true;
 }
 
-/* The first n <= LANES bytes of a mask: -inf where 0, +0 elsewhere and in the lanes from n on. */
-INLINE vf load_mask(const uint8_t *mask, int64_t stride, int n) {
-    uint8_t lanes[LANES];
-    if (stride != 1) {
-        for (int i = 0; i < n; i++)
-            lanes[i] = mask[i * stride];
-        mask = lanes;
-    }
-    return n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
-}
-
 /* The block mask for n keys of row r from `key` on, as load_mask. */
 NOINLINE vf load_blocks(const struct cattn_rows *rows, int r, int64_t key, int n) {
     uint8_t lanes[LANES];

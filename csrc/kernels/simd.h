@@ -1,7 +1,7 @@
 /* simd.h -- the vocabulary of the kernels, defined for one element type and one instruction set at a time.
  *
- * A stub (kernels_avx2.c ...) is compiled twice, with REAL_BITS 32 and 64, and includes the simd_*.h of its instruction
- * set, which defines LANES and the names below. Vectors take + - * directly. Everything else goes through these names,
+ * kernels_table.c is compiled with REAL_BITS 32 and 64, and includes the simd_*.h of its instruction set, which defines
+ * LANES and the names below. Vectors take + - * directly. Everything else goes through these names,
  * because casts, comparisons, ?: and v[i] mean different things on float, GNU vectors and __m512.
  *
  *   real  vf           element, vector of LANES elements

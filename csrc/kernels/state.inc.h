@@ -7,17 +7,6 @@
 /* Whether each lane is finite: x - x is 0 for finite x, else NaN. */
 INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); } /* NOLINT(misc-redundant-expression) */
 
-INLINE real largest_lane(vf v) {
-    real lanes[LANES], largest = NEG_INF;
-    vf_storeu(lanes, v);
-    for (int i = 0; i < LANES; i++)
-        largest = lanes[i] > largest ? lanes[i] : largest;
-    return largest;
-}
-
-/* The fixed tree over the CATTN_SUM_CHAINS chains of a block sum, for arrays of vf or real. */
-#define SUM_TREE(s) ((((s)[0] + (s)[4]) + ((s)[2] + (s)[6])) + (((s)[1] + (s)[5]) + ((s)[3] + (s)[7])))
-
 /* Rows are padded to CATTN_FEW_ROWS, because the row path computes that many. */
 static void chunk_begin(struct cattn_rows *rows) {
     const int n = (int)cattn_round_up(rows->n_rows, CATTN_FEW_ROWS);

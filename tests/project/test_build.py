@@ -249,8 +249,8 @@ def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
         "binding/binding.h": "#include <Python.h>\n",
         "core/core.c": '#include "../kernels/kernels.h"\nint core = 1;\n',
         "kernels/kernels.h": "",
-        "kernels/kernels_scalar.c": '#include "kernels.h"\n#define NAME_(b) k##b\n#define NAME(b) NAME_(b)\n'
-        "int NAME(REAL_BITS) = 1;\n",
+        "kernels/kernels_table.c": '#include "kernels.h"\n#ifdef ROW_KERNELS\n#define NAME_(b) r##b\n#else\n'
+        "#define NAME_(b) k##b\n#endif\n#define NAME(b) NAME_(b)\nint NAME(REAL_BITS) = 1;\n",
     }
     for name, text in files.items():
         path = tmp_path / "csrc" / name
@@ -287,7 +287,7 @@ def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
             os.utime(made, (times[-1] - 5, times[-1] - 5))
 
     times = [time.time()]
-    everything = ["core", *["kernels_scalar"] * len(setup["BITS"]), "module"]
+    everything = ["core", *["kernels_table"] * len(setup["KINDS"]), "module"]
     monkeypatch.setitem(setup["dependencies"].__globals__, "HEADERS", headers)
     assert compiled() == everything
     assert compiled() == []
