@@ -299,9 +299,8 @@ class BuildTables(build_ext):
         else:
             names, preferred = tables.keys() - {"gnu512"}, set()
         tables = {name: isa for name, isa in tables.items() if name in names}
-        # -O1 takes half the time and is smaller, for tables that wait for another machine: `scalar` serves where nothing
-        # else does, `gnu128` on x86-64 where a processor from before 2013 has no AVX2
-        quick = {"scalar"} | (names - preferred if preferred else {"gnu128"} if "avx2" in names else set())
+        # -O1 takes half the time, for tables that wait for another machine; `scalar` serves where nothing else does
+        quick = {"scalar"} | (names - preferred if preferred else set())
         return {name: isa + ["-O1"] * (name in quick and not switch("DEBUG")) for name, isa in tables.items()}
 
     def flags(self) -> list[str]:

@@ -34,7 +34,7 @@ def code_of(path: Path) -> str:
 def test_every_layer_has_files() -> None:
     assert {layer_of(path) for path in C_FILES} >= {"binding", "call", "core", "kernels", "xla", "cattn.h"}
     found = Counter(path.relative_to(ROOT).parts[0] for path in FILES)
-    assert found["csrc"] > 120
+    assert found["csrc"] > 90
     assert found["python"] > 75
     assert found["tests"] > 100, "the tests are in folders"
 
