@@ -84,7 +84,8 @@ static int shape_output(struct cattn_call *call, int which, PyObject *given, int
     return of_pairs ? call->shape.nd : cattn_call_shape(call, which == LSE ? call->shape.nd - 1 : call->shape.nd, dims);
 }
 
-static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
+__attribute__((noinline)) static bool make_outputs(struct cattn_call *call, PyObject *const *given,
+                                                   const char *const *names) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
     for (int i = 0; i < N_OUTPUTS; i++) {
@@ -126,7 +127,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
 
 /* Chooses where the weights go: into `out` itself (then *given = out), or, if they must be rounded afterwards, `out`
  * takes the unused slot OUT. */
-static bool weights_out(struct cattn_call *call, PyObject *out, PyObject **given) {
+__attribute__((noinline)) static bool weights_out(struct cattn_call *call, PyObject *out, PyObject **given) {
     if (call->half_type == NPY_BOOL) {
         *given = out;
         return true;
@@ -156,8 +157,9 @@ static bool weights_out(struct cattn_call *call, PyObject *out, PyObject **given
 DEFINE_DROP(float)
 DEFINE_DROP(double)
 
-/* Applies the dropout mask to the weights, in place. */
-static void weights_drop(struct cattn_call *call) {
+/* Applies the dropout mask to the weights, in place. Its arrays of axes have no place in the frame of `attend`, which
+ * must leave room for the call on a small stack. */
+__attribute__((noinline)) static void weights_drop(struct cattn_call *call) {
     PyArrayObject *weights = call->outputs[WEIGHTS].array;
     const npy_bool *kept = PyArray_DATA(call->outputs[DROPOUT_MASK].array); /* new, and so contiguous */
     const double scale = call->params->dropout.keep_scale;

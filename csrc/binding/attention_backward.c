@@ -133,14 +133,16 @@ static bool check_misfit(const struct backward *b) {
     if (!b->misfit.found)
         return true;
     const struct cattn_shape_text place = place_of_misfit(b);
+    char sum[32];
+    PyOS_snprintf(sum, sizeof sum, "%.3g", b->misfit.weights);
     const bool of_tangents = b->params.of_tangents, is_out = b->misfit.kind == CATTN_MISFIT_OUT_TANGENT;
     switch (b->misfit.kind) {
     case CATTN_MISFIT_LSE:
         return cattn_raise(
             PyExc_ValueError,
-            "lse is not that of these arguments: at %s the weights sum to %.3g, not to 1. Pass every option of the "
+            "lse is not that of these arguments: at %s the weights sum to %s, not to 1. Pass every option of the "
             "forward pass (is_causal, scale, masks, lengths, ...)%s",
-            place.text, b->misfit.weights,
+            place.text, sum,
             of_tangents
                 ? ""
                 : "; if lse counts keys of other calls, too, because merge_attention made it, pass merged=True");
