@@ -196,7 +196,7 @@ static void cut(struct product_job *job) {
     const int64_t most = job->few ? INT64_MAX - LEAST_ROWS : MOST_ROWS;
     job->a_rows = cattn_round_up(cattn_min(most, each < least ? least : each), LEAST_ROWS);
     job->a_blocks = cattn_ceil_div(p->n_a, job->a_rows);
-    struct cattn_product unused;
+    struct cattn_product unused = {0};
     struct cattn_arena count = cattn_arena(NULL, 0, false);
     (job->few ? lay_out_few : lay_out)(job, &unused, &count);
     job->scratch_size = count.used;

@@ -62,7 +62,7 @@ INLINE void fetch_lines(struct fetch f, int64_t chain) {
 /* Adds the chains of a slab to the sums of mr rows of A and nr vectors of B. */
 INLINE void slab_tile(int mr, int nr, bool packs, const struct product_slab *s, struct source a, const operand *b,
                       struct tile_sums sums, struct fetch next) {
-    const int64_t whole = s->n / CHAINS, longer = s->n % CHAINS, b_row = nr * LANES * TERM_ELEMENTS;
+    const int64_t whole = s->n / CHAINS, longer = s->n % CHAINS, b_row = (int64_t)nr * LANES * TERM_ELEMENTS;
     const int64_t a_row = packs ? 1 : a.row, a_col = packs ? LANES : CHAINS * TERM_ELEMENTS;
     vf sum[MR][WIDEST], chain[MR][WIDEST];
     UNROLLED(m, mr)
