@@ -58,11 +58,6 @@ AMX, AMX_FLAGS = "amx", [AVX512_BF16_FLAG, "-mamx-tile", "-mamx-bf16"]
 # and the functions of rows.
 KINDS = {bits: [("REAL_BITS", bits)] for bits in ("16", "17", "32", "64")}
 KINDS |= {f"rows{bits}": [("REAL_BITS", bits), ("ROW_KERNELS", "1")] for bits in ("32", "64")}
-# Products by pairs and float64 are as fast at -O2, which takes half the time. float32 is not: decoding takes a tenth
-# longer. There GCC's copies of functions for constant arguments, and inlining beyond the limits of -O2, give no speed.
-AT_O2 = ("16", "64", "rows64")
-FEW_COPIES = ["-fno-ipa-cp-clone", "--param=max-inline-insns-auto=15", "--param=inline-min-speedup=30"]
-FEW_COPIES += ["--param=max-inline-insns-single=70", "--param=early-inlining-insns=6"]
 ONE_KIND = {AVX512_BF16: ("16",), AMX: ("17",)}
 TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # The kinds of a table that are another table's, as core/dispatch.c has it.
@@ -311,14 +306,6 @@ class BuildTables(build_ext):
         flags = compile_flags([flag for flag in EXACT if self.accepts([flag])])
         return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
 
-    def kernel_flags(self, kind: str, isa: list[str]) -> list[str]:
-        """Return the flags of a kind of kernels beside `flags` (GCC and Clang)."""
-        tuned: list[str] = []
-        if "-O1" not in isa and not any(map(switch, ("DEBUG", "SANITIZE", "COVERAGE"))):
-            few = FEW_COPIES if kind in ("17", "32") and self.accepts(FEW_COPIES) else []
-            tuned = ["-O2"] if kind in AT_O2 else few
-        return tuned + isa
-
     def link_flags(self) -> list[str]:
         """Return the flags of the link (GCC and Clang)."""
         return [*HARDENED_LINK, "-lm", *(flag for flag in EXACT_LINK if self.accepts([flag]))]
@@ -350,9 +337,7 @@ class BuildTables(build_ext):
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have * source.endswith("dispatch.c"), flags) for source in ext.sources]
         kernels = str(CSRC / "kernels" / "kernels_table.c")
-        for name, (macros, isa) in kernel_objects(tables).items():
-            own = isa if msvc else self.kernel_flags(name.rpartition("_")[2], isa)
-            jobs += [(kernels, macros, flags + own)]
+        jobs += [(kernels, macros, flags + isa) for macros, isa in kernel_objects(tables).values()]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
         lists = ["-MMD"] * (not msvc and not WINDOWS and "-arch" not in self.compiler.compiler_so)
