@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import cattn
+from support import without
 
 F = np.float32
 torch: Any = pytest.importorskip("torch")
@@ -223,10 +224,6 @@ def packed() -> dict[str, Any]:
 def packed_backward() -> dict[str, Any]:
     result = cattn.varlen_attention(**packed(), return_lse=True)
     return {"grad_out": P, "out": result.out, "lse": result.lse, "merged": True, **packed()}
-
-
-def without(call: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name not in names}
 
 
 def cache() -> Any:

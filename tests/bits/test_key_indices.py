@@ -16,7 +16,7 @@ from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges, visible_keys
 from support import HALVES, INF, NAN, assert_same_bits, part
 from support.calls import gathered_calls
-from support.laws import assert_same_fields, dequantized, ways
+from support.laws import assert_same_fields, ways, widened
 
 Call = dict[str, Any]
 RANGES = (
@@ -137,7 +137,7 @@ def test_each_query_has_the_bits_of_its_own_call(drawn: tuple[Call, type], seed:
         assert_same_fields(attend(**call), found, way)
     assert_same_fields(attend(**poisoned(call)), found, "poison")
     if call["query"].dtype not in HALVES:
-        wide = dequantized(call)
+        wide = widened(call)
         right = reference.scaled_dot_product_attention(**wide, **EXTRAS)
         assert isinstance(right, cattn.AttentionOutput)
         limit = 3e-3 if dtype == np.float32 else 1e-9
@@ -363,7 +363,7 @@ def test_gradients_of_any_call(drawn: tuple[Call, type], seed: int) -> None:
     assert_same_fields(differentiate(poisoned(call), seed), found, "poison")
     if call["query"].dtype in HALVES:
         return
-    wide = dequantized(call)
+    wide = widened(call)
     result = cattn.scaled_dot_product_attention(**wide, return_lse=np.float64)
     rng = np.random.default_rng(seed)
     given = {"grad_out": rng.standard_normal(result.out.shape).astype(result.out.dtype)}

@@ -18,8 +18,17 @@ from hypothesis import strategies as st
 import cattn
 from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges
-from support import INF, NAN, assert_same_bits, each, looped, quiet
-from support.calls import F8, calls, chooser, gathered_calls, quantize, random_bytes, tokens_first
+from support import INF, NAN, assert_same_bits, each, looped, without
+from support.calls import (
+    F8,
+    calls,
+    chooser,
+    dequantized,
+    gathered_calls,
+    in_bytes,
+    quantize,
+    tokens_first,
+)
 from support.derivatives import TANGENTS
 
 Call = dict[str, Any]
@@ -48,10 +57,6 @@ class Row:
         return self.option
 
 
-def without(call: Call, *names: str) -> Call:
-    return {name: x for name, x in call.items() if name not in names}
-
-
 def lengths_of(call: Call) -> tuple[int, int]:
     return call["query"].shape[-2], call["key"].shape[-2]
 
@@ -62,6 +67,15 @@ def assert_same_fields(found: Any, right: Any, what: str) -> None:
         assert (b is None) == (a is None), f"{name}, {what}"
         if a is not None and name != "dropout_seed":
             assert_same_bits(b, a, f"{name}, {what}")
+
+
+def assert_equivalent(row: Row, ask: Ask, call: Call, what: str) -> None:
+    """Compare what the question gives for the call and for the equivalent one, with one thread and with three."""
+    with cattn.num_threads(1):
+        right = row.equivalent(ask, call)
+    for threads in (1, 3):
+        with cattn.num_threads(threads):
+            assert_same_fields(ask(call), right, f"{what}, {threads} threads")
 
 
 def outputs(call: Call) -> cattn.AttentionOutput:
@@ -390,28 +404,6 @@ LAYOUT = Row(
 
 
 # ---- Quantized: the products of bytes and scales in float32 ----------------------------------------------------------
-def dequantized(call: Call) -> Call:
-    """Return the call that the law compares with."""
-    stored = {name: x for name, x in call.items() if isinstance(x, cattn.Quantized)}
-    return call | {name: quiet(x.values, np.float32) * x.scale for name, x in stored.items()}
-
-
-def scale_shape(shape: tuple[int, ...], scales: str) -> tuple[int, ...]:
-    *lead, T, D = shape
-    return {"token": (*lead, T, 1), "channel": (*lead, 1, D), "one": (), "element": (*lead, T, D)}[scales]
-
-
-def in_bytes(call: Call, kind: Any, scales: str) -> Call:
-    """Return the call with random bytes for key and value."""
-    rng, call = np.random.default_rng(call["key"].shape), dict(call)
-    for name in ("key", "value"):
-        shape = call[name].shape
-        step = 0.02 if kind is np.int8 else 0.01
-        scale = rng.uniform(0.5, 1.5, scale_shape(shape, scales)) * step
-        call[name] = cattn.Quantized(random_bytes(rng, shape, kind), scale)
-    return call
-
-
 @st.composite
 def with_bytes(draw: st.DrawFn) -> Call:
     call = quantize(chooser(draw), draw(calls())[0])

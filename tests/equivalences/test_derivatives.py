@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import LAYOUT, Call, Row, assert_same_fields, dtypes_of, every_case, every_row, is_refused, swapped, without
+from table import LAYOUT, Call, Row, assert_equivalent, dtypes_of, every_case, every_row, is_refused, swapped
 
 import cattn
+from support import without
 from support.derivatives import direction
 
 GIVEN = ("grad_out", "grad_lse")
@@ -41,19 +42,11 @@ def second(call: Call) -> cattn.AttentionGradients:
     return cattn.attention_jvp_backward(**given, **call, **tangents(call)._asdict())
 
 
-def check(row: Row, ask: Any, call: Call, what: str) -> None:
-    with cattn.num_threads(1):
-        right = row.equivalent(ask, call)
-    for threads in (1, 3):
-        with cattn.num_threads(threads):
-            assert_same_fields(ask(call), right, f"{what}, {threads} threads")
-
-
 @pytest.mark.promise("gradients' bits")
 @every_case
 def test_gradients(row: Row, name: str, isa: str) -> None:
     for dtype in () if "heads" in row.sums_of_its_own else dtypes_of(row, name, isa):
-        check(row, gradients, with_gradients(row, row.cases[name](dtype)), str(dtype))
+        assert_equivalent(row, gradients, with_gradients(row, row.cases[name](dtype)), str(dtype))
 
 
 @pytest.mark.promise("gradients' bits")
@@ -70,7 +63,7 @@ def test_gradients_of_a_bias(row: Row, shape: tuple[int, ...], isa: str) -> None
     lengths = call["query"].shape[-3 if row is LAYOUT else -2], call["key"].shape[-3 if row is LAYOUT else -2]
     size = shape[:-2] + tuple(own or length for own, length in zip(shape[-2:], lengths, strict=True))
     call |= {"bias": np.random.default_rng(3).standard_normal(size, np.float32), "softcap": 2.0}
-    check(row, gradients, with_gradients(row, call), str(shape))
+    assert_equivalent(row, gradients, with_gradients(row, call), str(shape))
 
 
 def with_tangents(row: Row, call: Call) -> Call:
@@ -91,9 +84,9 @@ def test_tangents_and_their_gradients(row: Row, name: str, isa: str) -> None:
         return
     for dtype in dtypes_of(row, name, isa):
         call = with_tangents(row, row.cases[name](dtype))
-        check(row, tangents, call, str(dtype))
+        assert_equivalent(row, tangents, call, str(dtype))
         given = with_gradients(row, row.cases[name](dtype))
-        check(row, second, call | {name: given[name] for name in GIVEN}, f"{dtype}, gradients")
+        assert_equivalent(row, second, call | {name: given[name] for name in GIVEN}, f"{dtype}, gradients")
 
 
 @every_row
@@ -101,7 +94,7 @@ def test_tangents_and_their_gradients(row: Row, name: str, isa: str) -> None:
 @settings(max_examples=max(20, settings().max_examples // 4))
 def test_gradients_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     if "heads" not in row.sums_of_its_own:
-        check(row, gradients, with_gradients(row, data.draw(row.drawn)), "")
+        assert_equivalent(row, gradients, with_gradients(row, data.draw(row.drawn)), "")
 
 
 @every_row
@@ -111,4 +104,4 @@ def test_tangents_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     call = data.draw(row.drawn)
     stored = [name for name in ("key", "value") if isinstance(call[name], cattn.Quantized)]
     if "tangents" not in row.refuses and "key_indices" not in call and not stored:
-        check(row, tangents, with_tangents(row, call), "")
+        assert_equivalent(row, tangents, with_tangents(row, call), "")

@@ -13,16 +13,15 @@ from table import (
     LAYOUT,
     Call,
     Row,
-    assert_same_fields,
+    assert_equivalent,
     dtypes_of,
     every_case,
     every_row,
     is_refused,
-    without,
 )
 
 import cattn
-from support import assert_same_bits, every_way
+from support import assert_same_bits, every_way, without
 
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 
@@ -46,21 +45,13 @@ def with_options(row: Row, call: Call) -> Call:
     return without(call, *ABOUT_VALUES) | {"top_k": min(3, keys), "observation_window": 40}
 
 
-def check_statistics(row: Row, call: Call, what: str) -> None:
-    with cattn.num_threads(1):
-        right = row.equivalent(statistics, call)
-    for threads in (1, 3):
-        with cattn.num_threads(threads):
-            assert_same_fields(statistics(call), right, f"{what}, {threads} threads")
-
-
 @pytest.mark.promise("statistics' bits")
 @every_case
 def test_statistics(row: Row, name: str, isa: str) -> None:
     if is_refused(row, "statistics", lambda call: statistics(with_options(row, call))):
         return
     for dtype in dtypes_of(row, name, isa):
-        check_statistics(row, with_options(row, row.cases[name](dtype)), str(dtype))
+        assert_equivalent(row, statistics, with_options(row, row.cases[name](dtype)), str(dtype))
 
 
 @every_row
@@ -69,7 +60,7 @@ def test_statistics(row: Row, name: str, isa: str) -> None:
 def test_statistics_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     call = data.draw(row.drawn)
     if "statistics" not in row.refuses and "key_indices" not in call:
-        check_statistics(row, with_options(row, call), "")
+        assert_equivalent(row, statistics, with_options(row, call), "")
 
 
 @pytest.mark.promise("stages")

@@ -222,6 +222,11 @@ def everything(**call: Any) -> cattn.AttentionOutput:
     return result
 
 
+def without(call: Call, *names: str) -> dict[str, Any]:
+    """Return the call without these arguments."""
+    return {name: x for name, x in call.items() if name not in names}
+
+
 # ---- halves --------------------------------------------------------------------------------------------------------
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 

@@ -76,12 +76,6 @@ def all_neg_inf(normal: Normal) -> Call:
     return call
 
 
-def least_below_zero(values: np.ndarray) -> None:
-    """Set all values to 0 except the values of one key, which are so small that weight times value rounds to -0."""
-    values[...] = 0
-    values[:, 77] = -np.finfo(values.dtype).smallest_subnormal
-
-
 def mask_of(rng_seed: int, *shape: int, p: float = 0.5) -> np.ndarray:
     return np.random.default_rng(rng_seed).random(shape) < p
 

@@ -20,6 +20,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
+from support import quiet
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -140,6 +141,37 @@ def random_bytes(rng: np.random.Generator, shape: Sequence[int], kind: Any) -> n
     if kind is np.int8:
         return values
     return np.where(values & 0x7F == 0x7F, np.int8(0x7E), values).view(F8)
+
+
+def scale_shape(shape: tuple[int, ...], scales: str) -> tuple[int, ...]:
+    """Return the shape of the scales of a key or value: one for each token, channel, head or element, or one."""
+    *lead, T, D = shape
+    return {
+        "token": (*lead, T, 1),
+        "channel": (*lead, 1, D),
+        "one": (),
+        "element": (*lead, T, D),
+        "head": (*lead, 1, 1),
+    }[scales]
+
+
+def in_bytes(call: Call, kind: Any, scales: str, *, names: tuple[str, ...] = ("key", "value")) -> Call:
+    """Return the call with random bytes for key and value, laid out as its own arrays."""
+    rng = np.random.default_rng(call["key"].shape)
+    call = dict(call)
+    for name in names:
+        old = call[name].values if isinstance(call[name], cattn.Quantized) else call[name]
+        new = np.empty_like(old, dtype=kind)  # with the order of axes in memory, if not the gaps
+        new[...] = random_bytes(rng, old.shape, kind)
+        step = 0.02 if kind is np.int8 else 0.01
+        call[name] = cattn.Quantized(new, rng.uniform(0.5, 1.5, scale_shape(old.shape, scales)) * step)
+    return call
+
+
+def dequantized(call: Call) -> Call:
+    """Return the call with the products of bytes and scales in float32 for each quantized key and value."""
+    stored = {name: x for name, x in call.items() if isinstance(x, cattn.Quantized)}
+    return call | {name: quiet(x.values, np.float32) * x.scale for name, x in stored.items()}
 
 
 # ---- the rows of csrc/call/operands.h --------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from support import (
     quiet,
     rounded,
     table,
+    without,
 )
 from support.calls import (
     HEAD_DIMS,
@@ -49,6 +50,7 @@ from support.calls import (
     Choose,
     attention,
     cotangent,
+    dequantized,
     packed,
     padded,
     some,
@@ -119,19 +121,10 @@ def cached(choose: Choose) -> Call:
 
 
 # ---- parts of a problem ----------------------------------------------------------------------------------------------
-def without(call: Call, *names: str) -> Call:
-    return {name: x for name, x in call.items() if name not in names}
-
-
-def dequantized(call: Call) -> Call:
-    """Return the call on the numbers of its arrays: halves as float32."""
-    found = dict(call)
-    for name, a in call.items():
-        if isinstance(a, cattn.Quantized):
-            found[name] = quiet(a.values, np.float32) * a.scale
-        elif isinstance(a, np.ndarray) and a.dtype in HALVES:
-            found[name] = quiet(a, np.float32)
-    return found
+def widened(call: Call) -> Call:
+    """Return the call on the numbers of its arrays: halves and quantized ones as float32."""
+    halves = {name: a for name, a in call.items() if isinstance(a, np.ndarray) and a.dtype in HALVES}
+    return dequantized(call) | {name: quiet(a, np.float32) for name, a in halves.items()}
 
 
 def contiguous(call: Call) -> Call:
@@ -205,7 +198,7 @@ def only_entry(call: Call, rank: int, one_head: bool, index: tuple[int, ...]) ->
 
 def poisoned(call: Call) -> Call:
     """Return the call with NaN, or numbers that would be noticed, in everything that no query sees."""
-    problem, found = scores_of(dequantized(call)), dict(call)
+    problem, found = scores_of(widened(call)), dict(call)
     visible = problem.of_all_keys(problem.visible)
     visible = visible[..., 0, :, :] if problem.one_head else visible
     for name, other in (("query", -1), ("key", -2), ("value", -2)):
@@ -281,7 +274,7 @@ def tables(threads: tuple[int, ...] = (1, 2)) -> Any:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput:
     """Check output, weights, lse and dropout mask; return them."""
-    wide, stored = dequantized(call), call["query"].dtype
+    wide, stored = widened(call), call["query"].dtype
     dtype = np.float64 if stored == np.float64 else np.float32
     right = expected(wide, dtype) if "key_indices" not in call else expected_of_lists(wide, dtype)
     with table("scalar"), forced("rows"), cattn.num_threads(1):
@@ -335,7 +328,7 @@ def for_products(call: Call, word: str) -> Call:
 def check_products(call: Call, rng: np.random.Generator) -> None:
     """Check output, weights and lse with compute_dtype."""
     call = for_products(call, str(rng.choice(WORDS)))
-    wide, stored = dequantized(call), call["query"].dtype
+    wide, stored = widened(call), call["query"].dtype
     with table("scalar"), forced("rows"), cattn.num_threads(1):
         whole = everything(**contiguous(wide))
     right = reference.scaled_dot_product_attention(**wide, return_weights=True, return_lse=True)
@@ -385,7 +378,7 @@ def check_parts(call: Call, whole: cattn.AttentionOutput, rng: np.random.Generat
 def check_stages(call: Call, rng: np.random.Generator) -> None:
     """Check scores and weights after each stage."""
     call = without(call, *VALUE)
-    wide = dequantized(call)
+    wide = widened(call)
     numbers = np.finfo(np.float64 if call["query"].dtype == np.float64 else np.float32)
     eps, problem = numbers.eps, scores_of(wide | {"value": wide["key"]})
     scale, cap = problem.scale, call.get("softcap") or 0
@@ -454,8 +447,8 @@ def check_all_statistics(call: Call, options: Call) -> None:
     """Check the statistics: values, zeros and bits."""
     call = without(call, *VALUE, *DROPOUT)
     with table("scalar"), cattn.num_threads(1):
-        found = cattn.attention_statistics(**contiguous(dequantized(call)), **options)
-    wanted = check_statistics(found, dequantized(call), options)
+        found = cattn.attention_statistics(**contiguous(widened(call)), **options)
+    wanted = check_statistics(found, widened(call), options)
     whole = cattn.attention_statistics(**call, **options | {"statistics": None})
     for name, a in found._asdict().items():
         if a is not None:  # each may be asked for without the others
@@ -475,7 +468,7 @@ def check_gradients(call: Call, rng: np.random.Generator) -> None:
     grad_out = rng.standard_normal(result.out.shape).astype(result.out.dtype)
     grad_lse = rng.standard_normal(result.lse.shape) if rng.integers(2) else None
     given: Call = {"grad_out": grad_out, "out": result.out, "lse": result.lse, "grad_lse": grad_lse}
-    wide = dequantized(call | given)
+    wide = widened(call | given)
     with table("scalar"), cattn.num_threads(1):
         found = cattn.attention_backward(**contiguous(wide))
     wanted = reference.attention_backward(**wide)
@@ -578,7 +571,7 @@ def check_tangents(call: Call, rng: np.random.Generator) -> None:
         return
     names = [name for name in arguments(call) if rng.random() < 0.7]
     call = call | direction(call, int(rng.integers(2**32)), names)
-    wide = dequantized(call)
+    wide = widened(call)
     with table("scalar"), cattn.num_threads(1):
         exact = cattn.attention_jvp(**contiguous(wide), return_lse=True)
         found = cattn.attention_jvp(**contiguous(call), return_lse=True)  # of halves: from a rounded output

@@ -16,46 +16,12 @@ from hypothesis import strategies as st
 
 import cattn
 from support import HALVES, INF, NAN, assert_same_bits, every_way, everything, quiet
-from support.calls import F8, random_bytes
+from support.calls import F8, dequantized, in_bytes, random_bytes
 
 Call = dict[str, Any]
 BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
 NAMES = ("key", "value")
 KINDS = [np.int8, F8]
-
-
-def scale_shape(shape: tuple[int, ...], scales: str) -> tuple[int, ...]:
-    *lead, T, D = shape
-    return {
-        "token": (*lead, T, 1),
-        "channel": (*lead, 1, D),
-        "one": (),
-        "element": (*lead, T, D),
-        "head": (*lead, 1, 1),
-    }[scales]
-
-
-def quantized(call: Call, kind: Any, scales: str, *, names: tuple[str, ...] = NAMES) -> Call:
-    """Return the call with random bytes for key and value, laid out as its own arrays."""
-    rng = np.random.default_rng(call["key"].shape)
-    call = dict(call)
-    for name in names:
-        old = call[name].values if isinstance(call[name], cattn.Quantized) else call[name]
-        new = np.empty_like(old, dtype=kind)  # with the order of axes in memory, if not the gaps
-        new[...] = random_bytes(rng, old.shape, kind)
-        size = scale_shape(old.shape, scales)
-        step = 0.02 if kind is np.int8 else 0.01
-        call[name] = cattn.Quantized(new, rng.uniform(0.5, 1.5, size) * step)
-    return call
-
-
-def dequantized(call: Call) -> Call:
-    """Return the call that the law compares with."""
-    call = dict(call)
-    for name in NAMES:
-        if isinstance(call.get(name), cattn.Quantized):
-            call[name] = quiet(call[name].values, np.float32) * call[name].scale
-    return call
 
 
 def attend(T_q: int, T_k: int, *, heads: int = 4, D: int = 11, D_v: int = 19, **options: Any) -> Call:
@@ -92,11 +58,11 @@ CASES: dict[str, Call] = {
 @pytest.mark.parametrize("names", [("key",), ("value",)])
 def test_one_of_the_two_may_be_quantized(names: tuple[str, ...], scales: str, isa: str) -> None:
     for T_q in (1, 100):
-        call = quantized(attend(T_q, 300, D=64, D_v=64), np.int8, scales, names=names)
+        call = in_bytes(attend(T_q, 300, D=64, D_v=64), np.int8, scales, names=names)
         right = everything(**dequantized(call))
         for way, result in every_way(lambda of=call: everything(**of), tiny=False):
             assert_same_bits(result, right, way)
-    mixed = quantized(quantized(CASES["a step of decoding"], F8, scales), np.int8, "token", names=names)
+    mixed = in_bytes(in_bytes(CASES["a step of decoding"], F8, scales), np.int8, "token", names=names)
     assert_same_bits(everything(**mixed), everything(**dequantized(mixed)))
 
 
@@ -105,7 +71,7 @@ def test_one_of_the_two_may_be_quantized(names: tuple[str, ...], scales: str, is
 def test_queries_of_other_dtypes(kind: Any, query_dtype: Any) -> None:
     """The result has the dtype that NumPy promotes query and float32 to."""
     for name in ("many queries", "a step of decoding"):
-        call = quantized(CASES[name], kind, "token")
+        call = in_bytes(CASES[name], kind, "token")
         call["query"] = call["query"].astype(query_dtype)
         result = everything(**call)
         assert result.out.dtype == (np.float64 if query_dtype is np.float64 else np.float32)
@@ -135,7 +101,7 @@ def test_every_float8_and_every_int8_stands_for_its_number(scales: str, isa: str
 @pytest.mark.parametrize("T_q", [1, 5, 100])
 def test_nan_in_hidden_places_does_not_leak(T_q: int, path: str) -> None:
     T_k = 150 if path == "tiny" else 700
-    call = quantized(attend(T_q if path != "tiny" else 1, T_k, heads=2, is_causal="lower_right"), F8, "token")
+    call = in_bytes(attend(T_q if path != "tiny" else 1, T_k, heads=2, is_causal="lower_right"), F8, "token")
     mask = np.random.default_rng(0).random(T_k) < 0.5
     right = everything(**call, attn_mask=mask)
     arrays = {name: call[name].values.copy() for name in NAMES}
@@ -170,7 +136,7 @@ def test_packed_sequences(kind: Any, shapes: tuple[tuple[int, ...], tuple[int, .
 
 
 def test_the_reference_dequantizes_in_float32(normal: Any) -> None:
-    call = quantized(CASES["window, softcap, slopes, sinks"], np.int8, "channel")
+    call = in_bytes(CASES["window, softcap, slopes, sinks"], np.int8, "channel")
     found = cattn.reference.scaled_dot_product_attention(**call, return_lse=True)
     right = cattn.reference.scaled_dot_product_attention(**dequantized(call), return_lse=True)
     assert np.array_equal(found.out, right.out)
@@ -219,7 +185,7 @@ def test_quantized_numbers_without_a_scale_are_refused(name: str, store: Any) ->
 
 def test_other_array_types() -> None:
     torch = pytest.importorskip("torch")
-    call = quantized(CASES["a step of decoding"], np.int8, "token")
+    call = in_bytes(CASES["a step of decoding"], np.int8, "token")
     right = cattn.scaled_dot_product_attention(**call)
     changes: list[Callable[[np.ndarray, np.ndarray], Any]] = [
         lambda values, scale: (torch.from_numpy(values.copy()), torch.from_numpy(scale.copy())),
@@ -230,7 +196,7 @@ def test_other_array_types() -> None:
         others = {name: cattn.Quantized(*change(*call[name])) for name in NAMES}
         assert all(type(array) is np.ndarray for pair in others.values() for array in pair)
         assert_same_bits(cattn.scaled_dot_product_attention(**call | others), right)
-    eighths = quantized(CASES["a step of decoding"], F8, "token")
+    eighths = in_bytes(CASES["a step of decoding"], F8, "token")
     right = cattn.scaled_dot_product_attention(**eighths)
     for name in NAMES:
         values, scale = eighths[name]
@@ -239,7 +205,7 @@ def test_other_array_types() -> None:
 
 
 def test_explain_takes_scales() -> None:
-    call = quantized(CASES["a step of decoding"], F8, "token")
+    call = in_bytes(CASES["a step of decoding"], F8, "token")
     call.pop("is_causal")
     assert cattn.explain(**call).key_blocks_visited > 0
 
@@ -359,7 +325,7 @@ def test_other_arguments_are_not_quantized(wrong: str) -> None:
 
 
 def test_values_that_overlap_the_output() -> None:
-    call = quantized(CASES["many queries"], np.int8, "token")
+    call = in_bytes(CASES["many queries"], np.int8, "token")
     memory = np.zeros(2 * 4 * 150 * 19, np.float32)
     values = memory.view(np.int8)[: call["value"].values.size].reshape(call["value"].shape)
     values[...] = call["value"].values

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, table
+from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, table, without
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -369,10 +369,6 @@ def test_any_call_agrees_with_the_reference_and_the_scalar_table(call: dict[str,
 
 
 # ---- scaling: errors -------------------------------------------------------------------------------------------------
-def without(key: str, given_: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given_.items() if name != key}
-
-
 LENGTH = "original_max_position_embeddings"
 WRONG: list[tuple[Any, type[Exception], str]] = [
     ("yarn", TypeError, "scaling must be a dict as in the config of a model, or None, got str"),
@@ -401,7 +397,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ),
     ({"rope_type": "dynamic", "factor": 2}, ValueError, f"scaling lacks '{LENGTH}'.*: config.max_position_embeddings"),
     (
-        without("low_freq_factor", LLAMA3),
+        without(LLAMA3, "low_freq_factor"),
         ValueError,
         "scaling lacks 'low_freq_factor', which rope_type 'llama3' needs$",
     ),
