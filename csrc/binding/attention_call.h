@@ -40,7 +40,7 @@ enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 /* The rows of one side of the call, queries or keys. */
 struct cattn_edges {
     int64_t *edges;   /* owned, or NULL: sequence b has the rows edges[b] .. edges[b + 1] - 1 */
-    int64_t *lengths; /* behind the edges, in the same memory */
+    int64_t *lengths; /* after the edges, in the same memory */
     int64_t n_sequences;
     int64_t longest;
 };

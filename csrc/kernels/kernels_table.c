@@ -66,15 +66,15 @@
 #define NR 1
 #include "simd_avx512.h"
 #elif defined(TABLE_AVX512_BF16)
-/* Products of bfloat16 by the instruction VDPBF16PS, REAL_BITS 16 only: for tables whose other kernels are those of
- * avx512 and avx512_256. */
+/* Products of bfloat16 by the instruction VDPBF16PS, REAL_BITS 16 only. All other kernels of the tables that use it are
+ * the kernels of avx512 or avx512_256. */
 #define ISA avx512_bf16
 #define MR 8
 #define NR 2
 #include "simd_avx512.h"
 #elif defined(TABLE_AMX)
-/* Products of bfloat16 by the instruction TDPBF16PS, which multiplies tiles (AMX), REAL_BITS 17 only: for the table
- * avx512_amx, whose other kernels are those of avx512. */
+/* Products of bfloat16 by the instruction TDPBF16PS, which multiplies tiles (AMX), REAL_BITS 17 only. All other kernels
+ * of the table avx512_amx are the kernels of avx512. */
 #define ISA amx
 #define MR 8
 #define NR 2

@@ -58,7 +58,7 @@ _UNBOUNDED = 2**61  # no sum of positions overflows
 def _attend(
     *chunks: NDArray[Any], names: Sequence[str], rows: tuple[int, ...], num_threads: int, **options: Any
 ) -> Part:
-    """Attend from one chunk of queries to one chunk of keys. The names are those of the operands."""
+    """Attend from one chunk of queries to one chunk of keys. The arguments have the names of the operands."""
     given = dict(zip(names, chunks, strict=True))
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
     key_scale, value_scale = given.pop("key_scale", None), given.pop("value_scale", None)
