@@ -82,8 +82,6 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
 /* ValueError unless an array still has this type and a layout that kernels can read. Arrays are checked again where
  * Python code may have run since they were taken, right before their shapes and strides are read; `names` as above. */
 bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names);
-/* helper(object, name, "f"), a function of the package whose result must be an array that kernels can read. */
-PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
@@ -117,9 +115,6 @@ PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 /* ValueError unless the array has this shape, the shape of `whose`. */
 bool cattn_arg_has_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const int64_t *dims);
-/* ValueError unless array broadcasts to dims; `meaning` explains the dims, and `hint` ends the message. */
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const int64_t *dims, const char *meaning,
-                          const char *hint);
 
 /* ---- strides in elements ---- */
 /* cattn_view of an array. */

@@ -104,10 +104,6 @@ static PyArrayObject *helped(PyObject *helper, PyObject *object, const char *nam
     return (PyArrayObject *)result;
 }
 
-PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name) {
-    return helped(helper, object, name, NPY_FLOAT);
-}
-
 /* As helped, and checks that the result has one of two types. */
 static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *name, int type, int other_type) {
     PyArrayObject *array = helped(helper, object, name, type);
@@ -227,13 +223,6 @@ struct cattn_shape_text cattn_shape_of(PyArrayObject *array) {
     return cattn_show_shape(frozen.nd, frozen.dims);
 }
 
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const int64_t *dims, const char *meaning,
-                          const char *hint) {
-    struct cattn_array frozen;
-    cattn_freeze(array, name, &frozen);
-    return cattn_check_broadcast(cattn_python, &frozen, nd, dims, meaning, hint);
-}
-
 bool cattn_arg_has_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const int64_t *dims) {
     struct cattn_array frozen;
     cattn_freeze(array, name, &frozen);
@@ -275,7 +264,11 @@ static PyArrayObject *find_mask(struct binding_state *state, PyObject *object, c
 PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
                                    const int64_t *dims, const char *meaning) {
     PyArrayObject *mask = find_mask(state, object, name, CATTN_MASK_BOOL, NPY_BOOL);
-    if (mask != NULL && !cattn_arg_broadcasts(mask, name, nd, dims, meaning, ""))
+    if (mask == NULL)
+        return NULL;
+    struct cattn_array frozen;
+    cattn_freeze(mask, name, &frozen);
+    if (!cattn_check_broadcast(cattn_python, &frozen, nd, dims, meaning, ""))
         Py_CLEAR(mask);
     return mask;
 }

@@ -79,14 +79,6 @@ int cattn_plan_second_threads(const struct cattn_attention_params *params);
 /* Whether a task is a whole unit instead of one block: then nobody waits for a ticket. `ordered` fixes the order of
  * blocks across units. */
 bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered);
-void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element);
-
-/* Whether the kernels copy rows of the tangents of keys or values. */
-bool cattn_plan_copies_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *tangents);
-/* The scratch of the tangents of scores; `scratch` has what their views share with the scores. */
-void cattn_plan_carve_tangents(struct cattn_score_tangents *s, const struct cattn_attention_params *p,
-                               const struct cattn_tangents *tangents, const struct cattn_row_scratch *scratch,
-                               struct cattn_arena *arena);
 
 /* ---- the derivative in the direction of tangents: a task is one block of queries of one head ---- */
 

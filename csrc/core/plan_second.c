@@ -19,20 +19,22 @@ bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered) {
     return num_threads == 1 || (!ordered && n_units >= PLENTY * num_threads);
 }
 
-void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element) {
+static void carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element) {
     lse->value = cattn_carve(arena, CATTN_TILE_ROWS * element);
     lse->residual = cattn_carve(arena, CATTN_TILE_ROWS * element);
     lse->factor = cattn_carve(arena, CATTN_TILE_ROWS * element);
 }
 
-bool cattn_plan_copies_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *tangents) {
+/* Whether the kernels copy rows of the tangents of keys or values. */
+static bool copies_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *tangents) {
     return (tangents->key.data && cattn_plan_copies(p, &tangents->key, CATTN_STORED_PLAIN)) ||
            (tangents->value.data && cattn_plan_copies(p, &tangents->value, CATTN_STORED_PLAIN));
 }
 
-void cattn_plan_carve_tangents(struct cattn_score_tangents *s, const struct cattn_attention_params *p,
-                               const struct cattn_tangents *tangents, const struct cattn_row_scratch *scratch,
-                               struct cattn_arena *arena) {
+/* The scratch of the tangents of scores; `scratch` has what their views share with the scores. */
+static void carve_tangents(struct cattn_score_tangents *s, const struct cattn_attention_params *p,
+                           const struct cattn_tangents *tangents, const struct cattn_row_scratch *scratch,
+                           struct cattn_arena *arena) {
     const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
     s->tangent = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->query.scratch = s->key.scratch = *scratch;
@@ -53,8 +55,7 @@ static void lay_out_jvp(const struct cattn_jvp_params *params, const struct catt
     const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr, plane = rows * CATTN_BLOCK_KEYS * size;
     const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key) ||
-                        cattn_plan_copies(p, &p->value, p->quantized_value) ||
-                        cattn_plan_copies_tangents(p, &params->tangents);
+                        cattn_plan_copies(p, &p->value, p->quantized_value) || copies_tangents(p, &params->tangents);
     struct cattn_row_scratch *s = &j->scores.scratch;
     j->scores.per_row = j->values.per_row = j->value_tangents.per_row = cattn_plan_carve_per_row(arena, rows);
     j->tangents.query.per_row = j->tangents.key.per_row = j->scores.per_row;
@@ -69,10 +70,10 @@ static void lay_out_jvp(const struct cattn_jvp_params *params, const struct catt
     s->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
     s->alpha = cattn_carve(arena, rows * size);
     s->acc = cattn_carve(arena, rows * (size_t)cattn_plan_acc_cols(p) * size);
-    cattn_plan_carve_tangents(&j->tangents, p, &params->tangents, s, arena);
+    carve_tangents(&j->tangents, p, &params->tangents, s, arena);
     j->values.scratch = j->value_tangents.scratch = *s;
     j->value_tangents.scratch.score = j->tangents.tangent;
-    cattn_plan_carve_lse(&j->lse, arena, size);
+    carve_lse(&j->lse, arena, size);
     j->mean = cattn_carve(arena, rows * size);
 }
 
@@ -119,7 +120,7 @@ static void lay_out_statistics(const struct cattn_statistics_params *params, con
     const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key);
     scratch->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     scratch->block_max = cattn_carve(arena, rows * size);
-    cattn_plan_carve_lse(&s->lse, arena, size);
+    carve_lse(&s->lse, arena, size);
     s->log_sum = cattn_carve(arena, rows * size);
     s->distance = cattn_carve(arena, rows * size);
     s->max_score = cattn_carve(arena, rows * size);
@@ -168,8 +169,7 @@ static void lay_out_backward(const struct cattn_backward_plan *plan, const struc
     const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
     /* keys and values are copied one after the other, so one buffer of the larger depth is enough */
     const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key) ||
-                        cattn_plan_copies(p, &p->value, p->quantized_value) ||
-                        cattn_plan_copies_tangents(p, &params->tangents);
+                        cattn_plan_copies(p, &p->value, p->quantized_value) || copies_tangents(p, &params->tangents);
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
     struct cattn_row_scratch *s = &b->scores.scratch, *g = &b->grads.scratch, *k = &b->keys.scratch;
     b->scores.per_row = b->grads.per_row = b->keys.per_row = cattn_plan_carve_per_row(arena, rows);
@@ -192,7 +192,7 @@ static void lay_out_backward(const struct cattn_backward_plan *plan, const struc
     k->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
     k->alpha = cattn_carve(arena, rows * size);
     k->acc = cattn_carve(arena, rows * (size_t)b->query_cols * size);
-    cattn_plan_carve_lse(&b->lse, arena, size);
+    carve_lse(&b->lse, arena, size);
     b->delta = cattn_carve(arena, rows * size);
     b->bias_sum = cattn_carve(arena, rows * size);
     b->bias_part = cattn_carve(arena, CATTN_BLOCK_KEYS * size);
@@ -206,7 +206,7 @@ static void lay_out_tangents(const struct cattn_backward_params *params, struct 
     struct cattn_row_scratch *s = &j->backward.scores.scratch;
     if (p->score_options.softcap > 0)
         s->cap_curvature = cattn_carve(arena, plane);
-    cattn_plan_carve_tangents(&j->tangents, p, &params->tangents, s, arena);
+    carve_tangents(&j->tangents, p, &params->tangents, s, arena);
     j->tangents.query.per_row = j->tangents.key.per_row = j->grads.per_row = j->keys.per_row =
         j->backward.scores.per_row;
     j->grads.scratch = j->backward.grads.scratch;

@@ -11,16 +11,6 @@
 /* For one batch entry. A disabled spec keeps every element. */
 void cattn_drop_fill(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop);
 
-/* ---- the Mersenne Twister MT19937 of Matsumoto and Nishimura (1998), seeded by one 32-bit number ---- */
-
-/* The same words as numpy.random.RandomState(seed) and PyTorch's CPU generator. They are made in blocks of 624, one
- * block from the one before: to skip words costs about half of what it costs to draw them.
- */
-
-void cattn_mt19937_seed(struct cattn_mt19937 *mt, uint32_t seed);
-/* The next n words; words: NULL skips them. */
-void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words);
-
 /* ---- the mask of one dropout as PyTorch draws it, as a cursor in row-major order ---- */
 
 /* A cursor is a plain value. PyTorch draws no mask for probabilities 0 and 1, nor for empty tensors: begin none there.
@@ -33,9 +23,6 @@ struct cattn_torch_dropout {
     uint32_t mcg;       /* MKL: state of the MCG31m1 */
     bool is_mkl;
 };
-
-/* The number of 53-bit integers k with k 2^-53 < p. */
-uint64_t cattn_torch_threshold(double p);
 
 void cattn_torch_dropout_begin(struct cattn_torch_dropout *cursor, const struct cattn_torch_random *random,
                                double keep_probability);

@@ -7,16 +7,21 @@
 #include "dispatch.h"
 #include "random.h"
 
-/* ---- words of the Mersenne Twister, block by block ---- */
+/* ---- the Mersenne Twister MT19937 of Matsumoto and Nishimura (1998), seeded by one 32-bit number ----
+ *
+ * The same words as numpy.random.RandomState(seed) and PyTorch's CPU generator. They are made in blocks of 624, one
+ * block from the one before: to skip words costs about half of what it costs to draw them.
+ */
 
-void cattn_mt19937_seed(struct cattn_mt19937 *mt, uint32_t seed) {
+static void seed_words(struct cattn_mt19937 *mt, uint32_t seed) {
     mt->state[0] = seed;
     for (uint32_t i = 1; i < CATTN_MT19937_WORDS; i++)
         mt->state[i] = 1812433253u * (mt->state[i - 1] ^ (mt->state[i - 1] >> 30)) + i;
     mt->next = 0;
 }
 
-void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
+/* The next n words; words: NULL skips them. */
+static void draw_words(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
     const struct cattn_row_kernels *kernels = cattn_row_kernels_for(CATTN_F32);
     while (n > 0) {
         if (mt->next == 0 || mt->next == CATTN_MT19937_WORDS) {
@@ -62,7 +67,7 @@ static double normal_single(struct cattn_torch_random *random) {
     }
     uint32_t words[4];
     double u[2];
-    cattn_mt19937_draw(&random->mt, 4, words);
+    draw_words(&random->mt, 4, words);
     cattn_row_kernels_for(CATTN_F64)->torch_uniform(words, 2, 0, 1, u);
     const double radius = sqrt(-2.0 * log1p(-u[1])), theta = 6.283185307179586 * u[0];
     random->normal = radius * sin(theta);
@@ -85,6 +90,9 @@ static void integers(const uint32_t *words, int64_t n, uint64_t range, int64_t b
     }
 }
 
+/* The number of 53-bit integers k with k 2^-53 < p. */
+static uint64_t threshold_of(double p) { return (uint64_t)ceil(p * 0x1p53); }
+
 /* With one probability for all, 53 bits decide in either dtype; with an array, numbers of its dtype. That array may be
  * `out` itself. */
 static void bernoulli(const struct cattn_torch_fill *f, const uint32_t *words, int64_t at, int64_t n) {
@@ -92,7 +100,7 @@ static void bernoulli(const struct cattn_torch_fill *f, const uint32_t *words, i
     double *const doubles = (double *)f->out + at;
     if (!f->probabilities) {
         uint8_t ones[CHUNK / 2];
-        kernels_of(f)->torch_below(words, n, cattn_torch_threshold(f->probability), ones);
+        kernels_of(f)->torch_below(words, n, threshold_of(f->probability), ones);
         for (int64_t i = 0; i < n; i++) {
             if (f->dtype == CATTN_F32)
                 singles[i] = ones[i];
@@ -156,7 +164,7 @@ static bool fill_range(const struct fill_job *job, int64_t begin, int64_t end, s
         const int64_t n = end - at < chunk ? end - at : chunk;
         if (at % PIECE == 0 && cattn_should_stop(worker))
             return false;
-        cattn_mt19937_draw(&job->random->mt, n * each, words);
+        draw_words(&job->random->mt, n * each, words);
         convert(job->fill, words, at, n);
     }
     return true;
@@ -176,7 +184,7 @@ static void fill_normal(const struct fill_job *job, struct cattn_worker *worker)
                 ((double *)f->out)[i] = x;
         }
     } else if (fill_range(job, 0, f->n - rest, worker) && rest > 0) {
-        cattn_mt19937_draw(&job->random->mt, rest * words_each(f), NULL);
+        draw_words(&job->random->mt, rest * words_each(f), NULL);
         fill_range(job, f->n - 16, f->n, worker);
     }
 }
@@ -210,7 +218,7 @@ enum cattn_status cattn_torch_fill(struct cattn_torch_random *random, const stru
 /* ---- seed and state ---- */
 
 void cattn_torch_seed(struct cattn_torch_random *random, uint64_t seed) {
-    cattn_mt19937_seed(&random->mt, (uint32_t)seed);
+    seed_words(&random->mt, (uint32_t)seed);
     random->seed = seed;
     random->has_normal = false;
     random->normal = 0.0;
@@ -278,17 +286,15 @@ bool cattn_torch_import(struct cattn_torch_random *random, const uint8_t *bytes)
 
 static uint32_t mcg_times(uint32_t x, uint32_t factor) { return (uint32_t)((uint64_t)x * factor % MCG_MODULUS); }
 
-uint64_t cattn_torch_threshold(double p) { return (uint64_t)ceil(p * 0x1p53); }
-
 void cattn_torch_dropout_begin(struct cattn_torch_dropout *cursor, const struct cattn_torch_random *random,
                                double keep_probability) {
     cursor->mt = random->mt;
-    cursor->threshold = cattn_torch_threshold(keep_probability);
+    cursor->threshold = threshold_of(keep_probability);
     cursor->probability = keep_probability;
     cursor->is_mkl = random->stream == CATTN_TORCH_MKL;
     cursor->mcg = 0;
     if (cursor->is_mkl) {
-        cattn_mt19937_draw(&cursor->mt, 1, &cursor->mcg);
+        draw_words(&cursor->mt, 1, &cursor->mcg);
         cursor->mcg %= MCG_MODULUS;
         cursor->mcg += cursor->mcg == 0;
     }
@@ -306,14 +312,14 @@ void cattn_torch_dropout_next(struct cattn_torch_dropout *cursor, int64_t n, uin
     uint32_t words[DROPOUT_WORDS];
     for (int64_t at = 0; at < n; at += DROPOUT_WORDS / 2) {
         const int64_t count = n - at < DROPOUT_WORDS / 2 ? n - at : DROPOUT_WORDS / 2;
-        cattn_mt19937_draw(&cursor->mt, 2 * count, words);
+        draw_words(&cursor->mt, 2 * count, words);
         kernels->torch_below(words, count, cursor->threshold, mask + at);
     }
 }
 
 void cattn_torch_dropout_skip(struct cattn_torch_dropout *cursor, int64_t n) {
     if (!cursor->is_mkl) {
-        cattn_mt19937_draw(&cursor->mt, 2 * n, NULL);
+        draw_words(&cursor->mt, 2 * n, NULL);
         return;
     }
     uint32_t power = MCG_MULTIPLIER; /* to the 2^k */
