@@ -1,4 +1,4 @@
-"""Comparison with PyTorch: equal in float64 up to rounding, similar errors in float32, tensors without a copy."""
+"""cattn beside PyTorch: values, errors in float32, dropout, tensors without a copy, and the chapter's modules."""
 
 import functools
 from collections.abc import Callable
@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import cattn
+from cattn import _cattn
 from support import INF, in_contract, table
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from cattn.integrations.torch import nn  # noqa: E402
 
 Normal = Callable[..., np.ndarray]
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -293,3 +296,236 @@ def test_tensors_that_require_grad_are_refused() -> None:
         with torch.no_grad():
             call()
     assert (cattn.causal_attention(grad.detach(), x, x) == 1).all()
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+CASES = {
+    "2-d": ((6, 2), (6, 2)),
+    "3-d": ((2, 6, 3), (2, 6, 3)),
+    "heads": ((2, 3, 7, 4), (2, 3, 7, 4)),
+    "more than a tile": ((1, 4, 130, 16), (1, 4, 130, 16)),
+    "grouped": ((2, 4, 5, 8), (2, 2, 9, 8)),
+    "grouped tiles": ((2, 4, 100, 8), (2, 2, 200, 8)),
+    "three key chunks": ((1, 2, 3, 8), (1, 2, 4700, 8)),
+}
+
+
+def draw(name: str) -> list[np.ndarray]:
+    rng = np.random.default_rng(len(name))
+    query, key = CASES[name]
+    return [rng.standard_normal(shape) for shape in (query, key, key)]
+
+
+@pytest.mark.promise("PyTorch's generator")
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("name", CASES)
+def test_the_dropout_mask_is_that_of_pytorch(isa: str, name: str, p: float) -> None:
+    arrays = draw(name)
+    causal = CASES[name][0] == CASES[name][1]
+    torch.manual_seed(7)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *map(torch.from_numpy, arrays), dropout_p=p, is_causal=causal, enable_gqa=name.startswith("grouped")
+    ).numpy()
+    following = torch.rand(3).numpy()
+    try:
+        for path in ("auto", "tile", "rows", "split"):
+            _cattn._set_path(path)
+            for n in (1, 2, 3):
+                generator = cattn.TorchGenerator(7)
+                with cattn.num_threads(n):
+                    result = cattn.scaled_dot_product_attention(
+                        *arrays, dropout_p=p, is_causal=causal, rng=generator, return_dropout_mask=True
+                    )
+                # The tolerance covers float64 rounding. One wrong element of the mask would be off by more than 1e-4.
+                np.testing.assert_allclose(result.out, expected, rtol=0, atol=1e-12, err_msg=f"{path}, {n} threads")
+                assert np.array_equal(generator.rand(3), following), "the stream continues where PyTorch's does"
+                assert result.dropout_seed is None
+                dropout_mask = cattn.TorchGenerator(7).dropout_mask(p, *result.dropout_mask.shape)
+                assert np.array_equal(result.dropout_mask, dropout_mask)
+    finally:
+        _cattn._set_path("auto")
+
+
+def test_the_mkl_stream_advances_the_generator_by_one_draw() -> None:
+    arrays = draw("heads")
+    generator, other = (cattn.TorchGenerator(3, dropout="mkl") for _ in range(2))
+    result = cattn.causal_attention(*arrays, dropout_p=0.5, rng=generator, return_dropout_mask=True)
+    assert np.array_equal(result.dropout_mask, other.dropout_mask(0.5, *result.dropout_mask.shape))
+    assert np.array_equal(generator.rand(4), other.rand(4))
+
+
+@pytest.mark.parametrize(("p", "shape"), [(0.0, (5, 4)), (1.0, (5, 4)), (0.5, (0, 4))])
+def test_a_call_that_drops_nothing_or_everything_leaves_the_generator_alone(p: float, shape: tuple[int, int]) -> None:
+    generator = cattn.TorchGenerator(1)
+    before = generator.get_state()
+    x = np.ones((5, 4))
+    result = cattn.scaled_dot_product_attention(np.ones(shape), x, x, dropout_p=p, rng=generator)
+    assert np.array_equal(generator.get_state(), before)
+    assert np.array_equal(result, np.full(shape, 1.0 - p))
+
+
+@pytest.mark.promise("failed calls")
+def test_a_call_that_raises_leaves_the_generator_alone() -> None:
+    generator = cattn.TorchGenerator(1)
+    before = generator.get_state()
+    x = np.ones((5, 4))
+    with pytest.raises(ValueError, match="value has T_k 4"):
+        cattn.scaled_dot_product_attention(x, x, x[1:], dropout_p=0.5, rng=generator)
+    assert np.array_equal(generator.get_state(), before)
+
+
+# ---- the chapter's classes as modules --------------------------------------------------------------------------------
+CLASSES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "SelfAttention_v1": ("SelfAttention_v1", (6, 4), {}),
+    "SelfAttention_v2": ("SelfAttention_v2", (6, 4), {"qkv_bias": True}),
+    "CausalAttention": ("CausalAttention", (6, 4, 8, 0.0), {}),
+    "wrapper": ("MultiHeadAttentionWrapper", (6, 4, 8, 0.0, 3), {"qkv_bias": True}),
+    "a window": ("CausalAttention", (6, 4, 8, 0.0), {"window_size": (1, 0)}),
+    "windows of heads": ("MultiHeadAttentionWrapper", (6, 4, 8, 0.0, 3), {"window_size": (2, 0)}),
+    "a window, no bias": ("MultiHeadAttention", (6, 8, 8, 0.0, 4), {"window_size": (1, 0), "out_bias": False}),
+    "many heads": ("MultiHeadAttention", (6, 8, 8, 0.0, 4), {}),
+    "grouped heads": ("MultiHeadAttention", (6, 8, 8, 0.0, 4), {"num_kv_groups": 2, "qkv_bias": True}),
+}
+
+
+def twins(name: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Return the module and the NumPy class, drawn from the same seed."""
+    cls, args, options = CLASSES[name]
+    torch.manual_seed(123)
+    ours = getattr(nn, cls)(*args, **options, dtype=getattr(torch, dtype))
+    cattn.manual_seed(123)
+    return ours, getattr(cattn, cls)(*args, **options, dtype=dtype)
+
+
+def test_there_is_a_twin_of_every_attention_class() -> None:
+    assert set(nn.__all__) == set(cattn.nn.__all__) - {"Linear", "Dropout"}
+    assert {cls for cls, _, _ in CLASSES.values()} == set(nn.__all__)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_same_seed_gives_the_same_parameters(name: str) -> None:
+    ours, theirs = twins(name)
+    state = theirs.state_dict()
+    assert set(ours.state_dict()) == set(state)
+    for key, tensor in ours.state_dict().items():
+        np.testing.assert_array_equal(tensor, state[key])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)])
+def test_values_weights_and_gradients_agree_with_the_numpy_class(name: str, shape: tuple[int, ...]) -> None:
+    ours, theirs = twins(name, "float64")
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    context, weights = ours(x, return_weights=True)
+    right, right_weights = theirs(x.detach().numpy(), return_weights=True)
+    assert weights.shape == right_weights.shape
+    np.testing.assert_allclose(context.detach(), right, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(weights.detach(), right_weights, rtol=1e-12, atol=1e-12)
+    assert torch.equal(ours(x), context)
+    grad = torch.randn(context.shape, dtype=torch.float64)
+    context.backward(grad)
+    grad_x = theirs.backward(grad.numpy())
+    np.testing.assert_allclose(x.grad, grad_x, rtol=1e-10, atol=1e-11)
+    for key, parameter in ours.named_parameters():
+        np.testing.assert_allclose(parameter.grad, theirs.grads[key], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_dicts_go_both_ways(name: str) -> None:
+    ours, theirs = twins(name)
+    other, numpy_other = twins(name)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    assert other.load_state_dict(theirs.state_dict()) == ([], [])
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[key])
+    assert numpy_other.load_state_dict(other.state_dict()) == ([], [])
+
+
+def test_state_dicts_of_others_and_errors() -> None:
+    theirs = torch.nn.MultiheadAttention(8, 4, batch_first=True)
+    ours = nn.MultiHeadAttention(8, 8, 16, 0.0, 4, qkv_bias=True)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 5, 8)
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(ours(x), theirs(x, x, x, attn_mask=hidden, need_weights=False)[0])
+    half = nn.MultiHeadAttention(8, 8, 16, 0.0, 4, qkv_bias=True, dtype=torch.bfloat16)
+    half.load_state_dict(ours.state_dict())
+    assert half.W_query.weight.dtype is torch.bfloat16
+    assert torch.equal(half.W_query.weight, ours.W_query.weight.bfloat16())
+    state = ours.state_dict()
+    before = {key: value.clone() for key, value in state.items()}
+    del state["W_key.weight"]
+    with pytest.raises(ValueError, match=r"cannot load into MultiHeadAttention\((.|\n)*missing: W_key\.weight"):
+        ours.load_state_dict(state)
+    assert ours.load_state_dict({"other": x}, strict=False).unexpected_keys == ["other"]
+    assert all(torch.equal(value, before[key]) for key, value in ours.state_dict().items())
+    # Inside another module PyTorch loads by name.
+    model = torch.nn.Sequential(ours, torch.nn.Linear(8, 8))
+    model.load_state_dict(model.state_dict())
+
+
+def test_dropout_is_active_in_training_alone() -> None:
+    torch.manual_seed(0)
+    ours = nn.MultiHeadAttention(8, 8, 16, 0.5, 2)
+    x = torch.randn(6, 8)
+    assert not torch.equal(ours(x), ours(x))
+    ours.eval()
+    assert torch.equal(ours(x), ours(x))
+    wrapper = nn.MultiHeadAttentionWrapper(8, 4, 16, 0.5, 2)
+    assert not torch.equal(wrapper(x), wrapper(x))
+
+
+def test_wrong_inputs_are_refused_by_name() -> None:
+    ours = nn.MultiHeadAttention(8, 8, 4, 0.0, 2)
+    with pytest.raises(ValueError, match="x has 5 tokens, context_length is 4"):
+        ours(torch.ones(5, 8))
+    with pytest.raises(ValueError, match=r"x has shape \(5, 7\), wanted \(T, 8\) or \(B, T, 8\)"):
+        ours(torch.ones(5, 7))
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got ndarray"):
+        ours(np.ones((5, 8)))
+    with pytest.raises(ValueError, match="d_out must be a multiple of num_heads, got 8 and 3"):
+        nn.MultiHeadAttention(8, 8, 4, 0.0, 3)
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_groups, got 4 and 3"):
+        nn.MultiHeadAttention(8, 8, 4, 0.0, 4, num_kv_groups=3)
+    with pytest.raises(ValueError, match="context_length must be at least 1, got 0"):
+        nn.CausalAttention(8, 8, 0, 0.0)
+
+
+def test_a_module_compiles_and_trains() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(nn.MultiHeadAttention(8, 8, 16, 0.1, 2), torch.nn.Linear(8, 1))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    x, y = torch.randn(16, 6, 8), torch.randn(16, 6, 1)
+    losses = []
+    for _ in range(12):
+        loss = (compiled(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_module_is_traced_by_fx(name: str) -> None:
+    ours, _ = twins(name)
+    traced = torch.fx.symbolic_trace(ours)
+    for x in (torch.randn(5, 6), torch.randn(2, 5, 6)):
+        assert torch.equal(traced(x), ours(x))
+        for found, right in zip(traced(x, return_weights=True), ours(x, return_weights=True), strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_loss_on_the_weights_trains(name: str) -> None:
+    """The gradients of the weights follow the formula: the gradients of the output for the unit matrix as value."""
+    ours, _ = twins(name, "float64")
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    parameters = [p for key, p in ours.named_parameters() if "W_query.weight" in key or key == "W_query"]
+    assert torch.autograd.gradcheck(lambda *_: ours(x, return_weights=True)[1], parameters, fast_mode=True)
+    grads = torch.autograd.grad(ours(x, return_weights=True)[1].square().sum(), parameters)
+    assert all(grad.any() for grad in grads)
+    with torch.no_grad():
+        assert not ours(x, return_weights=True)[1].requires_grad

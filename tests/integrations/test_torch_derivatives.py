@@ -1,4 +1,4 @@
-"""cattn inside PyTorch: tangents, transforms and vmap; right, or an error that names the operator."""
+"""cattn inside PyTorch: derivatives of both orders, tangents, transforms and vmap; right, or an error with a name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,296 @@ import pytest
 import cattn
 
 torch = pytest.importorskip("torch")
-from test_torch_integration import attention  # noqa: E402
-from test_torch_options import FIRST, LISTS, B, D, H, T_k, T_q, tensor  # noqa: E402  # noqa: E402
+from test_torch_attention import (  # noqa: E402
+    LISTS,
+    OPTIONS,
+    WITH_GRADIENT,
+    B,
+    D,
+    H,
+    T_k,
+    T_q,
+    attention,
+    case,
+    operator_arguments,
+    tensor,
+    tensors,
+)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, in forward mode
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_derivatives(name: str) -> None:
+    inputs, options, leaves = case(name)
+    names = [option for option in ("bias", "attn_mask", "sinks") if option in options]
+    names = [option for option in names if options[option].is_floating_point()]
+    order = [*inputs, *(options[option] for option in names)]
+    assert len(order) == len(leaves)
+
+    def call(query: Any, key: Any, value: Any, *extras: Any) -> Any:
+        return attention(query, key, value, **options | dict(zip(names, extras, strict=True)))
+
+    assert torch.autograd.gradcheck(call, order, fast_mode=True)
+
+
+# ---- the gradient of the log-sum-exp -------------------------------------------------------------------------------
+def plain_formula(q: Any, k: Any, v: Any, bias: Any, sinks: Any, visible: Any) -> tuple[Any, Any, Any]:
+    """Attention, its log-sum-exp and its weights in PyTorch's own operations."""
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias).masked_fill(~visible, -torch.inf)
+    sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    lse = torch.cat([scores, sink], dim=-1).logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    return weights @ v, lse, weights
+
+
+def z_loss(out: Any, lse: Any, weights: Any, uses: str) -> Any:
+    terms = {"lse": lse.square().mean() + lse.sin().sum(), "out": out.cos().sum(), "weights": weights.square().sum()}
+    return sum(terms[name] for name in uses.split(" and "))
+
+
+WAYS = {
+    "autograd.Function": lambda function: function,
+    "operator": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
+    "vmap": lambda function: lambda *x: tuple(y[0] for y in torch.vmap(function)(*(t[None] for t in x))),
+}
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("uses", ["lse", "out and lse", "weights", "out and lse and weights"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_lse_and_weights_have_the_gradients_of_the_plain_formula(way: str, uses: str, dtype: Any) -> None:
+    shapes = ((B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5), (H, T_q, T_k), (H,))
+    leaves = [tensor(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
+    visible = tensor(B, 1, T_q, T_k, seed=9) > -1
+
+    def ours(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, Any, Any]:
+        result: Any = attention(q, k, v, visible, bias=bias, sinks=sinks, return_lse=True, return_weights=True)
+        return result.out, result.lse, result.weights
+
+    torch.compiler.reset()
+    out, lse, weights = WAYS[way](ours)(*leaves)
+    assert out.dtype is dtype
+    assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    found = torch.autograd.grad(z_loss(out, lse, weights, uses), leaves, allow_unused=True)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(z_loss(*plain_formula(*exact, visible), uses), exact, allow_unused=True)
+    # A rounding of each result, here of numbers up to about 3; of bfloat16 also the rounding of the output.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        right = torch.zeros_like(exact[2]) if b is None else b  # lse and weights do not depend on the values
+        torch.testing.assert_close(torch.zeros_like(right) if a is None else a.double(), right, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
+def test_gradients_of_lse_and_weights_are_derivatives(name: str) -> None:
+    inputs, options, leaves = case(name)
+    names = [option for option in WITH_GRADIENT if option in options and options[option].is_floating_point()]
+    order = [*inputs, *(options[option] for option in names)]
+    assert len(order) == len(leaves)
+
+    def call(query: Any, key: Any, value: Any, *extras: Any) -> Any:
+        given = options | dict(zip(names, extras, strict=True))
+        result: Any = attention(query, key, value, **given, return_lse=True, return_weights=True)
+        return result.out, result.lse.nan_to_num(neginf=0.0), result.weights  # differences of -inf are NaN
+
+    assert torch.autograd.gradcheck(call, order, fast_mode=True)
+
+
+def test_several_gradients_of_the_log_sum_exp_at_once() -> None:
+    q, k, v = tensors(*[(B, H, T_q, D)] * 3)
+    lse = attention(q, k, v, is_causal=True, return_lse=True).lse
+    grads = tensor(3, *lse.shape, seed=2)
+    batched = torch.autograd.grad(lse, (q, k), grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(lse, (q, k), grad, retain_graph=True) for grad in grads]
+    for i, found in enumerate(batched):
+        torch.testing.assert_close(found, torch.stack([grad[i] for grad in each]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_without_keys_has_no_gradient_by_its_log_sum_exp() -> None:
+    """Its log-sum-exp is -inf: the square has the gradient -inf, which does not count."""
+    q, k, v = tensors(*[(2, 3, 9, 8)] * 3)
+    lse = attention(q, k, v, query_seq_lengths=torch.tensor([9, 4]), return_lse=True).lse
+    assert torch.isneginf(lse[1, :, 4:]).all()
+    for grad in torch.autograd.grad(lse.square().sum(), (q, k)):
+        assert torch.isfinite(grad).all()
+
+
+# ---- second derivatives --------------------------------------------------------------------------------------------
+NO_SECOND = r"cattn's attention \(torch\.ops\.cattn\.attention\) has no second derivatives of its weights: use .*MATH\)"
+
+
+def by_swap(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    with bridge.use_cattn():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+def by_checkpoint(q: Any, k: Any, v: Any) -> Any:
+    return checkpoint(lambda: attention(q, k, v), use_reentrant=False)
+
+
+FIRST: dict[str, Any] = {
+    "out": attention,
+    "use_cattn": by_swap,
+    "the operator": lambda q, k, v: torch.ops.cattn.attention(*operator_arguments([q, k, v]))[0],
+    "lse": lambda q, k, v: attention(q, k, v, return_lse=True).lse,
+    "weights": lambda q, k, v: attention(q, k, v, return_weights=True).weights,
+    "mask": lambda q, k, v: attention(q, k, v, (q @ k.mT).detach().requires_grad_()),
+    "vmap": torch.vmap(attention),
+    "checkpoint": by_checkpoint,
+}
+# Each takes a loss and x, on which the loss depends by a second way too: an unused graph is PyTorch's error.
+SECOND: dict[str, Any] = {
+    "hessian": lambda loss, x: torch.autograd.functional.hessian(loss, x),
+    "vectorised": lambda loss, x: torch.autograd.functional.hessian(loss, x, vectorize=True),
+    "hvp": lambda loss, x: torch.autograd.functional.hvp(loss, x, torch.ones_like(x)),
+    "jvp by two backward passes": lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)),
+    "create_graph": lambda loss, x: torch.autograd.grad(loss(x), x, create_graph=True)[0].square().sum().backward(),
+}
+
+
+def by_pytorch(q: Any, k: Any, v: Any, mask: Any = None, **options: Any) -> Any:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+EXACT: dict[str, Any] = {
+    "lse": lambda q, k, v: torch.logsumexp(q @ k.mT / q.shape[-1] ** 0.5, -1),
+    "mask": lambda q, k, v: by_pytorch(q, k, v, (q @ k.mT).detach()),
+}
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("second", SECOND)
+def test_second_derivatives_are_right(first: str, second: str) -> None:
+    (x,) = tensors((1, 2, 4, 3))
+
+    def loss(function: Any) -> Any:
+        return lambda y: function(y, y, y).square().sum() + (y**3).sum()
+
+    if first == "weights":
+        error = RuntimeError if second == "jvp by two backward passes" else NotImplementedError
+        with pytest.raises(error):
+            SECOND[second](loss(FIRST[first]), x)
+        return
+    found = SECOND[second](loss(FIRST[first]), x)
+    if second == "create_graph":
+        found, x.grad = x.grad, None
+    right = SECOND[second](loss(EXACT.get(first, by_pytorch)), x)
+    torch.testing.assert_close(found, x.grad if second == "create_graph" else right)
+
+
+def test_second_derivatives_of_the_weights_are_an_error() -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    loss = attention(x, x, x, return_weights=True).weights.square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=NO_SECOND):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("first", ["out", "use_cattn", "the operator", "lse", "vmap"])
+def test_third_derivatives_are_an_error_that_names_the_operator(first: str) -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    (grad,) = torch.autograd.grad(FIRST[first](x, x, x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"cattn's attention \(torch\.ops\.cattn.* has no third derivatives"):
+        second.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["key_indices", "a quantized key", "compute_dtype"])
+def test_second_derivatives_that_are_not_there_are_an_error(name: str) -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    options: dict[str, Any] = {"key_indices": torch.zeros(4, 2, dtype=torch.int64)}
+    key, value = x, x
+    if name == "a quantized key":
+        key, options = (torch.ones(1, 2, 4, 3, dtype=torch.int8), torch.ones(1)), {}
+        x, value = (tensor(1, 2, 4, 3).float().requires_grad_() for _ in range(2))
+    elif name == "compute_dtype":
+        x = key = value = tensor(1, 2, 4, 3).float().requires_grad_()
+        options = {"compute_dtype": "bfloat16"}
+    out = attention(x, key, value, **options)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=rf"has no second derivatives and no forward mode with {name}"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_graph_of_first_derivatives_may_be_made(first: str) -> None:
+    """The error belongs to the second derivative. The gradients have the bits of those without a graph."""
+    (x,) = tensors((1, 2, 4, 3))
+    right, graph = (
+        torch.autograd.grad(FIRST[first](x, x, x).square().sum(), x, create_graph=create)[0]
+        for create in (False, True)
+    )  # fmt: skip
+    assert torch.equal(right, graph)
+    assert graph.requires_grad
+    y = x.detach().requires_grad_()
+    (penalty,) = torch.autograd.grad(graph.detach().square().sum() + (y**3).sum(), y, create_graph=True)
+    penalty.sum().backward()  # does not pass through attention
+    assert torch.equal(y.grad, 6 * x.detach())
+
+
+def test_a_tangent_of_a_gradient_is_an_error() -> None:
+    """Attention itself had none, so that its backward pass is no function of the tangent."""
+    (x,) = tensors((1, 2, 4, 3))
+    out = attention(x, x, x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match=r"grad_out has a tangent, .*torch\.ops\.cattn\.attention"):
+            out.backward(tangent)
+
+
+def test_use_cattn_computes_forward_mode_of_a_batch() -> None:
+    x = tensor(3, 5, 4)
+
+    def call(y: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    right = torch.func.jvp(torch.vmap(call), (x,), (x,))
+    with bridge.use_cattn() as seen:
+        ours = torch.func.jvp(torch.vmap(call), (x,), (x,))
+    assert seen.passed_on == 0
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck_passes_with_dropout() -> None:
+    def call(*inputs: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return attention(*inputs, dropout_p=0.3, is_causal=True)
+
+    assert torch.autograd.gradcheck(call, tensors((2, 5, 3), (2, 5, 3), (2, 5, 2)))
+
+
+@pytest.mark.promise("use_cattn")
+@pytest.mark.parametrize("i", range(4))
+def test_forward_mode_agrees_with_differences(i: int) -> None:
+    inputs = [t.detach() for t in tensors(*[(1, 2, 5, 4)] * 3, (5, 5))]
+
+    def along(x: torch.Tensor) -> list[torch.Tensor]:
+        return [*inputs[:i], x, *inputs[i + 1 :]]
+
+    with forward_ad.dual_level():
+        dual = along(forward_ad.make_dual(inputs[i], torch.ones_like(inputs[i])))
+        tangent = forward_ad.unpack_dual(attention(*dual)).tangent
+        with bridge.use_cattn() as seen:
+            swapped = forward_ad.unpack_dual(torch.nn.functional.scaled_dot_product_attention(*dual)).tangent
+        assert seen.passed_on == 0
+        assert torch.equal(tangent, swapped)
+    h = 1e-6
+    right = (attention(*along(inputs[i] + h)) - attention(*along(inputs[i] - h))) / (2 * h)
+    torch.testing.assert_close(tangent, right, atol=1e-8, rtol=0)  # 1e-16 / h of rounding, and h**2
+
+
+# ---- transforms ------------------------------------------------------------------------------------------------------
 TRANSFORMS: dict[str, Any] = {
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
     "jvp of vmap": lambda f, x: torch.func.jvp(torch.vmap(f), (x,), (x,)),
@@ -39,7 +321,6 @@ TRANSFORMS: dict[str, Any] = {
 COMPILED = [name for name in TRANSFORMS if "compiled" in name or "backend" in name]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # a warning from PyTorch's own code
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_the_operator_itself_refuses_transforms(transform: str) -> None:
     x = tensor(1, 2, 4, 3)
@@ -48,7 +329,6 @@ def test_the_operator_itself_refuses_transforms(transform: str) -> None:
         TRANSFORMS[transform](lambda y: FIRST["the operator"](y, y, y), x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("transform", COMPILED)
 def test_a_compiled_transform_is_right_or_an_error(transform: str) -> None:
     """Where the compiler leaves the transform to Python it is right, and an error where it traces it."""
@@ -65,11 +345,6 @@ def test_a_compiled_transform_is_right_or_an_error(transform: str) -> None:
         assert "torch.ops.cattn" in str(error)  # noqa: PT017
     else:
         torch.testing.assert_close(found, right)
-
-
-def by_pytorch(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
 def loss(function: Any, **options: Any) -> Any:
@@ -93,7 +368,6 @@ RIGHT: dict[str, Any] = {name: TRANSFORMS[name] for name in TRANSFORMS if name n
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("transform", RIGHT)
 @pytest.mark.parametrize("shape", [(2, 2, 4, 3), (2, 4, 3)])
 @pytest.mark.parametrize("way", ["function", "use_cattn"])
@@ -125,7 +399,6 @@ THIRD: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("transform", THIRD)
 def test_what_is_not_there_is_an_error_that_names_the_operator(transform: str) -> None:
     text = (
@@ -156,7 +429,6 @@ GRADIENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.promise("gradients")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_derivatives_of_both_orders_pass_the_checks_of_pytorch(name: str) -> None:
     options, names = GRADIENTS[name]
@@ -200,7 +472,6 @@ def combination(seed: int) -> tuple[dict[str, Any], list[str]]:
     return found, moving
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("seed", range(60))
 def test_derivatives_of_combined_options_pass_the_checks_of_pytorch(seed: int) -> None:
     """In random directions."""
@@ -346,7 +617,6 @@ def test_a_tensor_that_is_its_own_tangent_is_an_error_in_a_trace() -> None:
     torch.testing.assert_close(graph(x + t), torch.func.jvp(CALLS["function"], (x,), (x + t,))[1])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_tangent_inside_use_cattn_is_right_or_an_error(backend: str) -> None:
     """It was 0 with the backend "eager"."""

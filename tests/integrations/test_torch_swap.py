@@ -1,15 +1,16 @@
-"""cattn inside PyTorch: every way to call its attention, subclasses, modes, and inputs left to PyTorch."""
+"""cattn in place of PyTorch's attention: use_cattn(), every way to a call, subclasses, modes, PyTorch's samples."""
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_integration import attention, operator_arguments, tensors, theirs  # noqa: E402
+from test_torch_attention import attention, operator_arguments, tensors, theirs  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -18,6 +19,223 @@ from cattn.integrations import torch as bridge  # noqa: E402
 from cattn.integrations.torch import _swap  # noqa: E402
 
 
+# ---- use_cattn -----------------------------------------------------------------------------------------------------
+def test_use_cattn_replaces_the_function_and_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.dtype] = []
+
+    def noting(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(query.dtype)
+        return attention(query, *args, **options)
+
+    monkeypatch.setattr(_swap, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(_swap, "attend_at_once", lambda *_: None)
+    x = torch.randn(2, 5, 16)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    right, _ = module(x, x, x, need_weights=False)
+    with bridge.use_cattn():
+        ours, _ = module(x, x, x, need_weights=False)
+        assert calls == [torch.float32]
+        meta = torch.empty(2, 5, 16, device="meta")
+        assert torch.nn.functional.scaled_dot_product_attention(meta, meta, meta).shape == (2, 5, 16)
+        with bridge.use_cattn():
+            torch.nn.functional.scaled_dot_product_attention(x.double(), x.double(), x.double())
+        assert calls == [torch.float32, torch.float64]
+    torch.testing.assert_close(ours, right)
+    with pytest.raises(ZeroDivisionError), bridge.use_cattn():
+        raise ZeroDivisionError
+    module(x, x, x, need_weights=False)
+    assert len(calls) == 2
+
+
+def test_overlapping_uses_of_use_cattn_restore_the_function() -> None:
+    """The first to begin is the first to end, which happens with threads."""
+    x = torch.randn(2, 5, 16)
+    a, b = bridge.use_cattn(), bridge.use_cattn()
+    seen = a.__enter__(), b.__enter__()
+    theirs(x, x, x)
+    a.__exit__(None, None, None)
+    theirs(x, x, x)
+    b.__exit__(None, None, None)
+    theirs(x, x, x)
+    assert [each.calls for each in seen] == [1, 2]
+
+
+@pytest.mark.parametrize("context", [bridge.use_cattn, bridge.batch_invariant])
+def test_one_object_is_entered_again_and_inside_itself(context: Any) -> None:
+    x = torch.randn(2, 5, 16)
+    block = context()
+    for _ in range(2):
+        with block as outer:
+            theirs(x, x, x)
+            with block as inner:
+                theirs(x, x, x)
+            theirs(x, x, x)
+        assert (outer.calls, inner.calls) == (3, 1)
+    theirs(x, x, x)
+    assert outer.calls == 3
+    with pytest.raises(RuntimeError, match=rf"{context.__name__}\(\) was not entered"):
+        block.__exit__(None, None, None)
+
+
+def test_the_replaced_function_compiles() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(1, 2, 16, 8)
+    with bridge.use_cattn():
+        assert torch.equal(
+            torch.compile(call, fullgraph=True, backend="aot_eager")(x), attention(x, x, x, is_causal=True)
+        )
+
+
+def test_a_wrong_call_inside_raises_the_error_of_pytorch() -> None:
+    """Programs catch its type. The error of cattn, which names the argument, is the context."""
+    x = torch.randn(2, 4, 5, 8)
+    calls: list[tuple[Any, dict[str, Any], str]] = [
+        ((x, x[:, :3], x[:, :3]), {"enable_gqa": True}, "query has 4 heads"),
+        ((x, x, x, torch.ones(5, 5, dtype=torch.int32)), {}, "attn_mask has dtype int32"),
+        ((x, x, x), {"dropout_p": 1.5}, "dropout_p must be in"),
+        ((x, x[..., :3], x), {}, "key has head_dim 3"),
+    ]
+    for args, options, named in calls:
+        with pytest.raises((RuntimeError, TypeError)) as right:
+            theirs(*args, **options)
+        with bridge.use_cattn() as seen, pytest.raises(right.type) as ours:
+            torch.nn.functional.scaled_dot_product_attention(*args, **options)
+        assert named in str(ours.value.__context__)
+        assert seen == bridge.Seen(calls=0, passed_on=1)
+
+
+def test_numbers_that_only_pytorch_takes() -> None:
+    x = torch.randn(2, 4, 5, 8)
+    zero = torch._efficientzerotensor((1, 2, 5, 8))
+    with bridge.use_cattn() as seen:
+        assert not torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=True).any()
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.nn.functional.scaled_dot_product_attention(*[zero.to(dtype)] * 3)
+            assert torch.equal(out, torch.zeros(1, 2, 5, 8, dtype=dtype))
+    assert seen == bridge.Seen(calls=3, passed_on=0)
+
+
+@pytest.mark.promise("use_cattn")
+def test_use_cattn_leaves_unsupported_calls_to_pytorch() -> None:
+    x = torch.randn(2, 5, 4)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that they are a prototype
+        nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+
+    def loss(a: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(a, x, x).sum()
+
+    functions = (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss)), torch.func.jacrev(loss))
+    expected = [function(x[None]) for function in functions]
+    with bridge.use_cattn():
+        for function, wanted in zip(functions, expected, strict=True):
+            torch.testing.assert_close(function(x[None]), wanted)
+        swapped = torch.nn.functional.scaled_dot_product_attention(nested, nested, nested)
+        batched = torch.func.vmap(torch.nn.functional.scaled_dot_product_attention)(x, x, x)
+    for part, wanted in zip(swapped.unbind(), theirs(nested, nested, nested).unbind(), strict=True):
+        torch.testing.assert_close(part, wanted)
+    torch.testing.assert_close(batched, theirs(x, x, x))
+    torch.testing.assert_close(torch.func.grad(lambda a: attention(a, x, x).sum())(x), torch.func.grad(loss)(x))
+    with pytest.raises(TypeError, match="query is nested, cattn wants dense tensors"):
+        attention(nested, nested, nested)
+    with pytest.raises(TypeError, match=r"key is torch\.sparse_coo, cattn wants dense tensors"):
+        attention(x, x.to_sparse(), x)
+
+
+@pytest.mark.parametrize("lowered", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 4, (torch.bfloat16, torch.float32, torch.float16, torch.float32),
+                                    (torch.float32,) * 3 + (torch.bool,), (torch.float64,) * 4])  # fmt: skip
+def test_autocast_converts_as_for_the_function_of_pytorch(
+    dtypes: tuple[torch.dtype, ...], lowered: torch.dtype
+) -> None:
+    shapes = [(1, 2, 5, 8)] * 3 + [(5, 5)]
+    inputs = [torch.randn(shape).tril().to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    floats = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
+    with torch.autocast("cpu", dtype=lowered):
+        theirs = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        with bridge.use_cattn():
+            ours = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(*inputs)
+    assert ours.dtype == theirs.dtype == compiled.dtype
+    tolerance = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().item()  # PyTorch's may be rounded twice
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+    assert torch.equal(ours, compiled)
+    ours.sum().backward()
+    for tensor in floats:
+        assert tensor.grad is not None
+        assert tensor.grad.dtype is tensor.dtype
+
+
+@pytest.mark.long
+@pytest.mark.promise("training")
+def test_training_a_small_model_gives_the_losses_of_pytorch() -> None:
+    """Two layers, eight steps, without dropout; equal up to rounding."""
+
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(20, 32), torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            torch.nn.Linear(32, 20),
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.randint(0, 20, (4, 17))
+        found = []
+        for _ in range(8):
+            loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    right = losses()
+    with bridge.use_cattn():
+        ours = losses()
+    assert right[-1] < 0.7 * right[0]
+    np.testing.assert_allclose(ours, right, rtol=1e-3)
+
+
+@pytest.mark.parametrize("context", [bridge.use_cattn, bridge.batch_invariant])
+def test_a_context_without_with_says_so(context: Any) -> None:
+    with pytest.warns(
+        RuntimeWarning, match=rf"{context.__name__}\(\) has no effect.*with {context.__name__}"
+    ) as caught:
+        context()
+    assert caught[0].filename == __file__
+
+    x = torch.randn(2, 5, 16)
+
+    @context()
+    def decorated() -> torch.Tensor:
+        return theirs(x, x, x)
+
+    assert torch.equal(decorated(), attention(x, x, x))
+    del decorated  # which warns of nothing
+
+
+# ---- use_cattn -----------------------------------------------------------------------------------------------------
+@pytest.mark.promise("use_cattn")
+def test_use_cattn_counts_its_calls() -> None:
+    x = torch.randn(2, 5, 16)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True).train()
+    compiled = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend="aot_eager")
+    with bridge.use_cattn() as outer:
+        module(x, x, x, need_weights=False)
+        module(x, x, x, need_weights=True)  # PyTorch computes the weights without the function
+        with bridge.use_cattn() as inner:
+            torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            with pytest.raises(RuntimeError):
+                torch.nn.functional.scaled_dot_product_attention(x[0, 0], x[0], x[0])
+        compiled(x, x, x)
+    assert (inner.calls, inner.passed_on) == (1, 1)
+    assert (outer.calls, outer.passed_on) == (2, 1)
+    theirs(x, x, x)
+    assert outer == bridge.Seen(2, 1)
+
+
+# ---- a CausalBias ----------------------------------------------------------------------------------------------------
 def causal_bias(which: str, *sizes: int) -> Any:
     from torch.nn.attention import bias
 
@@ -335,3 +553,106 @@ def test_dropout_p_as_a_tensor() -> None:
         assert torch.equal(out, attention(x, x, x))
         with pytest.raises(RuntimeError, match=r"dropout probability has to be between 0 and 1"):
             torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=torch.tensor(2.0))
+
+
+# ---- PyTorch's own samples -------------------------------------------------------------------------------------------
+# They have no public interface, and their import takes ten seconds and the package expecttest.
+# Largest difference, relative to the largest number: both sides round, and the samples have scores of up to 50.
+TOLERANCES = {torch.float32: 3e-5, torch.float64: 1e-13}
+MODULES = [
+    "Transformer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "MultiheadAttention",
+]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves(part)
+
+
+def weighted_gradients(out: Any, inputs: list[Any]) -> list[Any]:
+    """Return the weighted_gradients of a weighted sum of the outputs."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum((part * torch.randn(part.shape, dtype=part.dtype, generator=generator)).sum() for part in leaves(out))
+    return list(torch.autograd.grad(total, inputs, allow_unused=True))
+
+
+def assert_near(found: Any, expected: Any, dtype: Any) -> None:
+    """Compare tensors, or weighted_gradients that may be None."""
+    assert (found is None) == (expected is None)
+    if found is not None:
+        scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[dtype] * scale)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_samples_of_the_operator(dtype: Any) -> None:
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = [info for info in op_db if info.name == "nn.functional.scaled_dot_product_attention"]
+    count = 0
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        arguments = (sample.input, *sample.args)
+        inputs = [tensor for tensor in leaves((arguments, sample.kwargs)) if tensor.requires_grad]
+        torch.manual_seed(1)
+        expected = torch.nn.functional.scaled_dot_product_attention(*arguments, **sample.kwargs)
+        with bridge.use_cattn() as seen:
+            torch.manual_seed(1)
+            found = torch.nn.functional.scaled_dot_product_attention(*arguments, **sample.kwargs)
+            torch.manual_seed(1)
+            again = torch.nn.functional.scaled_dot_product_attention(*arguments, **sample.kwargs)
+        assert seen.calls == 2
+        assert torch.equal(found, again)
+        assert found.shape == expected.shape
+        assert found.dtype is dtype
+        if sample.kwargs.get("dropout_p", 0.0) == 0.0:  # the masks of a dropout are cattn's own
+            assert_near(found, expected, dtype)
+            for ours, right in zip(*(weighted_gradients(out, inputs) for out in (found, expected)), strict=True):
+                assert_near(ours, right, dtype)
+            count += 1
+    assert count >= 10
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, about nested tensors and masks of two kinds
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_samples_of_the_modules(name: str, training: bool, dtype: Any) -> None:
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_modules import module_db
+
+    (info,) = [info for info in module_db if info.name == f"nn.{name}"]
+    count = calls = 0
+    for sample in info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training):
+        torch.manual_seed(0)
+        constructor, given = sample.constructor_input, sample.forward_input
+        module = info.module_cls(*constructor.args, **constructor.kwargs).to(dtype).train(training)
+        for part in module.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+            elif isinstance(part, torch.nn.MultiheadAttention):
+                part.dropout = 0.0
+        inputs = [tensor for tensor in leaves((given.args, given.kwargs)) if tensor.requires_grad]
+        inputs += list(module.parameters())
+        if name == "MultiheadAttention":
+            given.kwargs["need_weights"] = False  # with weights it computes them step by step
+        expected = module(*given.args, **given.kwargs)
+        with bridge.use_cattn() as seen:
+            found = module(*given.args, **given.kwargs)
+        calls += seen.calls
+        both = [[*leaves(out), *weighted_gradients(out, inputs)] for out in (found, expected)]
+        for ours, right in zip(*both, strict=True):
+            assert_near(ours, right, dtype)
+        count += 1
+    assert count > 0
+    assert calls > 0
