@@ -340,7 +340,7 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
     if (args[ARG_softcap] != Py_None) {
         if (!cattn_arg_real(args[ARG_softcap], "softcap", softcap))
             return false;
-        const char *fault = cattn_softcap_fault(*softcap, call->params->dtype);
+        const char *fault = cattn_number_fault(BOUND, *softcap, call->params->dtype);
         if (fault != NULL)
             return cattn_error_value(args[ARG_softcap], "softcap %s", fault);
     }

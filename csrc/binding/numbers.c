@@ -33,14 +33,14 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
 bool cattn_arg_scale(PyObject *object, int type, double *value) {
     if (!cattn_arg_real(object, "scale", value))
         return false;
-    const char *fault = cattn_scale_fault(*value, cattn_arg_dtype(type));
+    const char *fault = cattn_number_fault(REAL, *value, cattn_arg_dtype(type));
     return fault == NULL || cattn_error_value(object, "scale %s", fault);
 }
 
 bool cattn_arg_probability(PyObject *object, const char *name, double *p) {
     if (!cattn_arg_real(object, name, p))
         return false;
-    const char *fault = cattn_probability_fault(*p);
+    const char *fault = cattn_number_fault(PROBABILITY, *p, CATTN_F64);
     return fault == NULL || cattn_error_value(object, "%s %s", name, fault);
 }
 

@@ -101,10 +101,8 @@ void cattn_set_block_size(struct cattn_attention_params *params, int64_t size);
 
 /* ---- numbers ---- */
 
-/* What is wrong with a number, after its name; or NULL. */
-const char *cattn_scale_fault(double scale, enum cattn_dtype dtype);
-const char *cattn_softcap_fault(double softcap, enum cattn_dtype dtype);
-const char *cattn_probability_fault(double p);
+/* What is wrong with a number of a computation in this type, after its name; or NULL. */
+const char *cattn_number_fault(enum cattn_number_kind kind, double number, enum cattn_dtype dtype);
 
 /* ---- integers ---- */
 

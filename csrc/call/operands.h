@@ -30,7 +30,7 @@
     OPERAND(key_value_seq_lengths, "", KEY_COUNTS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.key_lengths)                \
     OPERAND(key_value_seq_starts, "", KEY_COUNTS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.first_keys)                  \
     NUMBER(window_size, WINDOW)                                                                                        \
-    NUMBER(softcap, REAL)                                                                                              \
+    NUMBER(softcap, BOUND)                                                                                             \
     OPERAND(alibi_slopes, "N", SLOPES, BROADCASTS, IN_ALL, slopes)                                                     \
     OPERAND(sinks, "N", LOGITS, BROADCASTS, IN_ALL, sinks)                                                             \
     OPERAND(block_mask, "NXY", BLOCKS, BROADCASTS, IN_ALL & ~IN_PACKED, block_mask)                                    \
@@ -76,6 +76,7 @@
     K(PROBABILITY) /* a real number in [0, 1] */                                                                       \
     K(ALIGNMENT)   /* a bool or a word */                                                                              \
     K(REAL)        /* a real number or None */                                                                         \
+    K(BOUND)       /* a positive number; None or 0 for none */                                                         \
     K(CHOICE)      /* a bool or None */                                                                                \
     K(LAYOUT)      /* the order of tokens and heads, a word */                                                         \
     K(WINDOW)      /* two numbers of keys, each or both of which may be None */                                        \

@@ -86,37 +86,72 @@ struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const 
     return frame->api->create_error(&error);
 }
 
-/* ---- options ---- */
+/* ---- numbers of the whole call ---- */
 
 static bool is_called(const struct xla_name *name, const char *text) {
     return name->length == strlen(text) && memcmp(name->text, text, name->length) == 0;
 }
 
-static struct xla_error *parse_options(struct xla_call *call) {
+/* The attributes of a number by its kind; kinds without any are not for XLA. */
+static const struct {
+    int n, type;
+} ATTRIBUTES[N_NUMBER_KINDS] = {
+    [PROBABILITY] = {1, XLA_F64}, [REAL] = {1, XLA_F64},   [BOUND] = {1, XLA_F64},
+    [ALIGNMENT] = {1, XLA_S64},   [WINDOW] = {2, XLA_S64}, [COUNT] = {1, XLA_S64},
+};
+
+/* Where the attribute of this name goes, and its type; or NULL. */
+static void *find_attribute(struct xla_call *call, const struct xla_name *name, int *type) {
+    static const char *const sides[] = {"_left", "_right"};
+    *type = XLA_S64;
+    if (is_called(name, "present"))
+        return &call->present;
+    for (int i = 0; i < N_ATTENTION_NUMBERS; i++) {
+        const int n = ATTRIBUTES[cattn_numbers[i].kind].n;
+        *type = ATTRIBUTES[cattn_numbers[i].kind].type;
+        for (int part = 0; part < n; part++) {
+            char own[64];
+            (void)snprintf(own, sizeof own, "%s%s", cattn_numbers[i].name, n > 1 ? sides[part] : "");
+            if (is_called(name, own))
+                return &call->numbers[i][part];
+        }
+    }
+    return NULL;
+}
+
+static struct xla_error *parse_numbers(struct xla_call *call) {
     const struct xla_attributes *attributes = &call->frame->attributes;
-    int n_options = 0;
-#define COUNT(name) n_options++;
-    XLA_OPTIONS(COUNT, COUNT)
-#undef COUNT
-    if (attributes->count != n_options)
-        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%d attributes expected, got %lld", n_options,
+    int n_attributes = 1;
+    for (int i = 0; i < N_ATTENTION_NUMBERS; i++)
+        n_attributes += ATTRIBUTES[cattn_numbers[i].kind].n;
+    if (attributes->count != n_attributes)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%d attributes expected, got %lld", n_attributes,
                               (long long)attributes->count);
-    for (int i = 0; i < n_options; i++) {
+    for (int i = 0; i < n_attributes; i++) {
         const struct xla_name *name = attributes->names[i];
         const struct xla_scalar *scalar = attributes->types[i] == XLA_SCALAR ? attributes->items[i] : NULL;
-#define TAKE(option, xla_type)                                                                                         \
-    if (is_called(name, #option) && scalar != NULL && scalar->type == (xla_type)) {                                    \
-        memcpy(&call->options.option, scalar->value, sizeof call->options.option);                                     \
-        continue;                                                                                                      \
+        int type;
+        void *to = find_attribute(call, name, &type);
+        if (to == NULL || scalar == NULL || scalar->type != type)
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "attribute %.*s is unknown, or has another type",
+                                  (int)name->length, name->text);
+        memcpy(to, scalar->value, sizeof(union xla_number));
     }
-#define TAKE_REAL(option) TAKE(option, XLA_F64)
-#define TAKE_INTEGER(option) TAKE(option, XLA_S64)
-        XLA_OPTIONS(TAKE_REAL, TAKE_INTEGER)
-#undef TAKE_INTEGER
-#undef TAKE_REAL
-#undef TAKE
-        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "attribute %.*s is unknown, or has another type",
-                              (int)name->length, name->text);
+    return NULL;
+}
+
+/* After the type of the computation is known. */
+static struct xla_error *check_numbers(const struct xla_call *call) {
+    for (int i = 0; i < N_ATTENTION_NUMBERS; i++) {
+        const struct cattn_number_row *row = &cattn_numbers[i];
+        const double real = call->numbers[i][0].real;
+        const int64_t integer = call->numbers[i][0].integer;
+        const char *fault =
+            ATTRIBUTES[row->kind].type == XLA_F64 ? cattn_number_fault(row->kind, real, call->dtype) : NULL;
+        if (fault != NULL)
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s %s, got %g", row->name, fault, real);
+        if (row->kind == ALIGNMENT && (integer < 0 || integer > XLA_LOWER_RIGHT))
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s is %lld", row->name, (long long)integer);
     }
     return NULL;
 }
@@ -127,7 +162,7 @@ static struct xla_error *parse_options(struct xla_call *call) {
 static struct xla_error *take_operands(struct xla_call *call, const struct xla_items *from, int first, int end) {
     int64_t taken = 0;
     for (int i = first; i < end; i++) {
-        if (!((uint64_t)call->options.present >> i & 1))
+        if (!((uint64_t)call->present >> i & 1))
             continue;
         const struct xla_buffer *buffer = taken < from->count ? from->items[taken] : NULL;
         if (buffer == NULL || from->types[taken] != XLA_BUFFER || buffer->head.size != XLA_SIZE(xla_buffer, dims))
@@ -239,7 +274,7 @@ static struct xla_error *take_sizes(struct xla_call *call) {
     call->leading = call->operands[first_result]->dims;
     /* key has no letter of query's but B and H, whose sizes are checked with all operands */
     call->sizes['W'] = 2;
-    const int64_t block = call->options.block_size;
+    const int64_t block = call->numbers[NUMBER_block_size][0].integer;
     if (call->operands[XLA_block_mask] != NULL ? block < 1 : block != 0)
         return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "block_size is %lld %s block_mask", (long long)block,
                               block < 1 ? "with a" : "without a");
@@ -306,7 +341,7 @@ static struct xla_error *check_operand(const struct xla_call *call, int i) {
     return NULL;
 }
 
-/* ---- numbers ---- */
+/* ---- numbers in operands ---- */
 
 static void fail(void *context, enum cattn_fault fault, const char *text) {
     struct xla_call *call = context;
@@ -377,8 +412,8 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
     call->frame = frame;
     if (!has_known_layout(frame) || frame->stage != XLA_EXECUTE)
         return cattn_xla_fail(frame, XLA_UNIMPLEMENTED, "this version of XLA passes other call frames");
-    struct xla_error *error = parse_options(call);
-    const uint64_t present = (uint64_t)call->options.present;
+    struct xla_error *error = parse_numbers(call);
+    const uint64_t present = (uint64_t)call->present;
     if (error == NULL && ((present & required) != required || (present & ~allowed) != 0))
         error = cattn_xla_fail(frame, XLA_INVALID_ARGUMENT, "present is %#llx, which lacks operands or has too many",
                                (unsigned long long)present);
@@ -390,6 +425,8 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
         error = take_sizes(call);
     if (error == NULL)
         error = take_types(call);
+    if (error == NULL)
+        error = check_numbers(call);
     for (int i = 0; error == NULL && i < XLA_N_OPERANDS; i++) {
         if (call->operands[i] == NULL)
             continue;

@@ -58,28 +58,20 @@ enum { XLA_ARGUMENTS(XLA_INDEX) XLA_N_ARGUMENTS };
 enum { XLA_BEFORE_RESULTS = XLA_N_ARGUMENTS - 1, XLA_RESULTS(XLA_INDEX) XLA_N_OPERANDS };
 extern const char *const cattn_xla_operands[XLA_N_OPERANDS];
 
-/* The attributes of the handlers, in the order of their names: real numbers and integers. They are known when the
- * program is compiled; all else is an operand. */
-#define XLA_OPTIONS(REAL, INTEGER)                                                                                     \
-    INTEGER(block_size) /* of block_mask, or 0 */                                                                      \
-    REAL(dropout_p)                                                                                                    \
-    INTEGER(left)        /* of the window, or -1 */                                                                    \
-    INTEGER(lower_right) /* 0 or 1 */                                                                                  \
-    INTEGER(present)                                                                                                   \
-    INTEGER(right) /* of the window, 0 with causality, or -1 */                                                        \
-    REAL(scale)                                                                                                        \
-    REAL(softcap) /* or 0 */
-
-#define XLA_REAL(name) double name;
-#define XLA_INTEGER(name) int64_t name;
-struct xla_options {
-    XLA_OPTIONS(XLA_REAL, XLA_INTEGER)
+/* A number of the table. It is known when the program is compiled, and comes as an attribute of the handlers by the
+ * name of its row; all else is an operand. A PROBABILITY, REAL or BOUND is real, None 0. ALIGNMENT is 0 for none, else
+ * an xla_corner; COUNT is 0 for None; WINDOW is two attributes, name_left and name_right, -1 for no bound. */
+union xla_number {
+    double real;
+    int64_t integer;
 };
+enum xla_corner { XLA_UPPER_LEFT = 1, XLA_LOWER_RIGHT };
 
 struct xla_call {
     const struct xla_frame *frame;
-    struct xla_error *error; /* of a check of call/ */
-    struct xla_options options;
+    struct xla_error *error;                           /* of a check of call/ */
+    int64_t present;                                   /* the attribute */
+    union xla_number numbers[N_ATTENTION_NUMBERS][2];  /* of a window both are used */
     const struct xla_buffer *operands[XLA_N_OPERANDS]; /* NULL: this call does not have it */
     void *widened[XLA_N_OPERANDS];                     /* owned: numbers of batch entries as int64, WIDENED as double */
     int n_leading;

@@ -22,8 +22,13 @@
 
 /* ---- from the call to the params ---- */
 
+static int64_t bound_of(const struct xla_call *call, int side) {
+    const int64_t keys = call->numbers[NUMBER_window_size][side].integer;
+    return keys >= 0 ? keys : CATTN_UNBOUNDED;
+}
+
 static void fill_options(const struct xla_call *call, struct cattn_attention_params *params) {
-    const struct xla_options *options = &call->options;
+    const int64_t corner = call->numbers[NUMBER_is_causal][0].integer;
     params->dtype = call->dtype;
     params->storage = call->storage;
     params->quantized_key = call->quantized_key;
@@ -37,15 +42,15 @@ static void fill_options(const struct xla_call *call, struct cattn_attention_par
     params->seqlen_k = call->sizes['S'];
     params->head_dim = call->sizes['H'];
     params->d_v = call->sizes['D'];
-    cattn_set_block_size(params, options->block_size);
-    params->score_options.scale = options->scale;
-    params->score_options.softcap = options->softcap;
-    params->ranges.left = options->left >= 0 ? options->left : CATTN_UNBOUNDED;
-    params->ranges.right = options->right >= 0 ? options->right : CATTN_UNBOUNDED;
-    params->ranges.lower_right = options->lower_right != 0;
+    cattn_set_block_size(params, call->numbers[NUMBER_block_size][0].integer);
+    params->score_options.scale = call->numbers[NUMBER_scale][0].real;
+    params->score_options.softcap = call->numbers[NUMBER_softcap][0].real;
+    params->ranges.left = bound_of(call, 0);
+    params->ranges.right = corner != 0 ? 0 : bound_of(call, 1);
+    params->ranges.lower_right = corner == XLA_LOWER_RIGHT;
     params->ranges.query_length = params->seqlen_q;
     params->ranges.key_length = params->ranges.seqlen_k = params->seqlen_k;
-    cattn_set_dropout(&params->dropout, options->dropout_p);
+    cattn_set_dropout(&params->dropout, call->numbers[NUMBER_dropout_p][0].real);
 }
 
 static void fill_batch(const struct xla_call *call, bool splits, struct cattn_attention_params *params) {
@@ -78,12 +83,7 @@ static void fill_tensors(const struct xla_call *call, int64_t index, struct catt
 }
 
 static struct xla_error *check_params(struct xla_call *call, const struct cattn_attention_params *params) {
-    const struct xla_options *options = &call->options;
     const struct cattn_door door = cattn_xla_door(call);
-    if (cattn_scale_fault(options->scale, call->dtype) || cattn_softcap_fault(options->softcap, call->dtype) ||
-        cattn_probability_fault(options->dropout_p))
-        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "scale %g, softcap %g or dropout_p %g is out of range",
-                              options->scale, options->softcap, options->dropout_p);
     if (!cattn_check_counts(&door, params) || !cattn_check_dropout_batch(&door, params))
         return call->error;
     if (params->dropout.enabled && call->operands[XLA_dropout_seed] == NULL)
@@ -105,7 +105,7 @@ static struct xla_error *run(struct xla_call *call, struct cattn_backward_params
                              enum cattn_status (*compute)(const struct xla_call *, int64_t,
                                                           struct cattn_backward_params *)) {
     struct cattn_attention_params *forward = &params->forward;
-    const bool splits = call->options.dropout_p > 0;
+    const bool splits = call->numbers[NUMBER_dropout_p][0].real > 0;
     fill_options(call, forward);
     uint64_t n_calls = 1; /* wraps beside a size of 0 only, and then is 0 */
     for (int axis = 0; axis < call->n_leading && splits; axis++)

@@ -135,8 +135,8 @@ def test_sinks_may_be_minus_infinity() -> None:
 def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **changes: Any) -> Any:
     """Call a target with attributes that may be wrong."""
     attributes: dict[str, Any] = {
-        "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "left": np.int64(-1),
-        "right": np.int64(-1), "lower_right": np.int64(0), "block_size": np.int64(0),
+        "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "is_causal": np.int64(0),
+        "window_size_left": np.int64(-1), "window_size_right": np.int64(-1), "block_size": np.int64(0),
         "present": np.int64(sum(_jax_derivatives.BIT[name] for name in (*operands, *results))),
     }  # fmt: skip
     attributes = {name: x for name, x in (attributes | changes).items() if x is not None}
@@ -161,8 +161,9 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
     "no scale": ("forward", QKV, OUT, {"scale": None}, "8 attributes expected, got 7"),
     "another attribute": ("forward", QKV, OUT, {"scale": None, "factor": np.float64(1)}, "attribute factor is unknown"),
     "float32 scale": ("forward", QKV, OUT, {"scale": np.float32(3)}, "attribute scale is unknown, or has another type"),
-    "infinite scale": ("forward", QKV, OUT, {"scale": np.float64(np.inf)}, "scale inf, .* out of range"),
-    "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, "dropout_p 2 is out of range"),
+    "infinite scale": ("forward", QKV, OUT, {"scale": np.float64(np.inf)}, "scale must be finite, got inf"),
+    "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, r"dropout_p must be in \[0, 1\], got 2"),
+    "corner": ("forward", QKV, OUT, {"is_causal": np.int64(3)}, "is_causal is 3"),
     "no seed": ("forward", QKV, OUT, {"dropout_p": np.float64(0.5)}, "there is no dropout_seed"),
     "no output": ("forward", QKV, {"residual": ((2, 6, 4), np.float32)}, {},
                   f"present is {present('residual'):#x}, which lacks operands or has too many"),
@@ -259,8 +260,8 @@ def test_lengths_and_starts_may_be_any_number(queries: int, keys: int, lower_rig
     if lower_right:
         del given["query_offset"]
     results = {"out": ((30, queries, 2, 5), np.float32), "lse": ((30, queries, 2, 2), np.uint32)}
-    changes = {"right": np.int64(0), "lower_right": np.int64(lower_right)}
-    out, lse = foreign("forward", {"query": query, "key": key, "value": value, **given}, results, **changes)
+    operands = {"query": query, "key": key, "value": value, **given}
+    out, lse = foreign("forward", operands, results, is_causal=np.int64(1 + lower_right))
     most = {"query_seq_lengths": queries, "key_value_seq_lengths": keys, "key_value_seq_starts": keys}
     within: dict[str, Any] = {name: np.clip(x, 0, most[name]) if name in most else x for name, x in given.items()}
     right = cattn.scaled_dot_product_attention(

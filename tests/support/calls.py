@@ -191,7 +191,11 @@ NUMBERS: dict[str, str] = dict(_cattn._numbers())
 # them out that compute on the inputs themselves.
 WAYS = ("enable_gqa", "layout", "compute_dtype", "key_indices", "key_scale", "value_scale")
 NOT_OF_LISTS = ("alibi_slopes", "dropout_p", "rng")  # key_indices goes with none of them
-REALS = {"scale": (0.5, 0.0, 1.0, -1.0, -0.3, 1e-3, 1e-42, -1e-300)}  # other numbers of this kind: 0 or larger
+REALS = {
+    "REAL": (0.5, 0.0, 1.0, -1.0, -0.3, 1e-3, 1e-42, -1e-300),
+    "BOUND": (0.7, 5.0, 50, 0),
+    "PROBABILITY": (0.1, 0.5, 1.0),
+}
 ORDERED = ("query", "key", "value", "grad_out", "out")  # what `layout` is about, and the tangents of these
 
 
@@ -300,7 +304,7 @@ def number(choose: Choose, name: str) -> Any:
     kind = NUMBERS[name]
     if kind == "WINDOW":
         return tuple(choose(WINDOWS) for _ in range(2))
-    return choose(REALS.get(name, (0.7, 5.0, 50, 0)) if kind == "REAL" else {"PROBABILITY": (0.1, 0.5, 1.0)}[kind])
+    return choose(REALS[kind])
 
 
 def positions(choose: Choose, sizes: Sizes, names: Collection[str]) -> Call:

@@ -8,11 +8,10 @@ pass counts as a part of the derivative by the operands.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -33,24 +32,16 @@ TANGENTS = tuple(f"{name}_tangent" for name in INPUTS)
 Pass = Literal["forward", "backward", "jvp", "jvp_backward"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is known when a call is compiled. A window without a bound has -1."""
+class Options(NamedTuple):
+    """What is known when a call is compiled: the numbers of the table as csrc/xla/call.h has them, by their names."""
 
-    scale: float
-    softcap: float
-    dropout_p: float
-    left: int
-    right: int  # 0 with causality
-    lower_right: bool
-    block_size: int  # or 0
+    numbers: tuple[tuple[str, float | int], ...]
     return_residual: bool
 
     def attributes(self, present: int) -> dict[str, np.generic]:
-        """Return the attributes of the foreign functions: XLA_OPTIONS of csrc/xla/call.h."""
-        given = {**dataclasses.asdict(self), "present": present}
-        del given["return_residual"]
-        return {name: (np.float64 if isinstance(x, float) else np.int64)(x) for name, x in given.items()}
+        """Return the attributes of the foreign functions."""
+        given = (*self.numbers, ("present", present))
+        return {name: (np.float64 if isinstance(x, float) else np.int64)(x) for name, x in given}
 
 
 for _name, _target in _cattn._xla_targets().items():

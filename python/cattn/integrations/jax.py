@@ -40,38 +40,43 @@ _compiled = jax.jit(compute, static_argnums=0)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-def _read_options(
-    inputs: Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any,
-    block_size: Any,
-) -> Options:  # fmt: skip
-    check_static(
-        scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual,
-        **{"block_mask.size": block_size},
-    )  # fmt: skip
+def _read_options(inputs: Arrays, given: dict[str, Any], return_residual: Any) -> Options:
+    """Return the options of a call, whose numbers have their names in the table."""
+    is_causal, block_size = given["is_causal"], given["block_size"]
+    static = {"return_residual": return_residual, "block_mask.size": block_size}
+    check_static(**static, **{name: x for name, x in given.items() if name not in ("window_size", "block_size")})
     if not isinstance(return_residual, (bool, np.bool_)):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
-    if not isinstance(is_causal, (bool, np.bool_)) and is_causal not in ("upper_left", "lower_right"):
+    if not isinstance(is_causal, (bool, np.bool_)) and is_causal not in _CORNERS:
         raise ValueError(f"is_causal must be False, True, 'upper_left' or 'lower_right', got {is_causal!r}")
-    query = inputs["query"]
-    numbers = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
-    for name, number in numbers.items():
+    head_dim, dtype = inputs["query"].shape[3], compute_dtype(inputs["query"].dtype)
+    kinds = {name: kind for name, kind in _cattn._numbers() if name in given}
+    reals = {name: given[name] for name, kind in kinds.items() if kind in ("REAL", "BOUND", "PROBABILITY")}
+    for name, number in reals.items():
         if isinstance(number, (jax.Array, np.ndarray)) and number.ndim == 0:
-            numbers[name] = number.item()
+            reals[name] = number.item()
     # cattn checks the numbers, with its own messages
-    rows = np.empty((1, query.shape[3]), compute_dtype(query.dtype))
+    rows = np.empty((1, head_dim), dtype)
     blocks = None if block_size is None else BlockMask._of_argument(True, block_size)
-    cattn.explain(rows, rows, rows, block_mask=blocks, **numbers)
-    left, right = read_window(window, causal=bool(is_causal))
-    return Options(
-        scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),
-        softcap=float(numbers["softcap"] or 0.0),
-        dropout_p=float(numbers["dropout_p"]),
-        left=left,
-        right=right,
-        lower_right=is_causal == "lower_right",
-        block_size=0 if block_size is None else min(operator.index(block_size), 2**62),
-        return_residual=bool(return_residual),
-    )
+    cattn.explain(rows, rows, rows, block_mask=blocks, **reals)
+    if reals["scale"] is None:
+        reals["scale"] = 1 / math.sqrt(head_dim or 1)
+    numbers = [part for name, kind in kinds.items() for part in _write_number(name, kind, {**given, **reals}[name])]
+    return Options(tuple(numbers), bool(return_residual))
+
+
+_CORNERS = ("upper_left", "lower_right")
+
+
+def _write_number(name: str, kind: str, number: Any) -> list[tuple[str, float | int]]:
+    """Return the attributes that csrc/xla/call.h has for a number."""
+    if kind == "WINDOW":
+        return list(zip((f"{name}_left", f"{name}_right"), read_window(number), strict=True))
+    if kind == "ALIGNMENT":
+        return [(name, _CORNERS.index(number) + 1 if number in _CORNERS else int(number))]
+    if kind == "COUNT":
+        return [(name, 0 if number is None else min(operator.index(number), 2**62))]
+    return [(name, float(number or 0.0))]
 
 
 @with_hints
@@ -186,23 +191,24 @@ def dot_product_attention(
     """
     operands = read_inputs(query, key, value)
     is_quantized = any(isinstance(given, (Quantized, tuple)) for given in (key, value))
-    blocks, block_size = split_blocks(block_mask)
-    options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual,
-                            block_size)  # fmt: skip
-    if options.lower_right and query_offset is not None:
+    _, block_size = split_blocks(block_mask)
+    numbers = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window_size": local_window_size,
+               "softcap": softcap, "block_size": block_size}  # fmt: skip
+    options = _read_options(operands, numbers, return_residual)
+    if is_causal == "lower_right" and query_offset is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
     given: dict[str, Any] = {
         "attn_mask": mask, "bias": bias, "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
-        "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
     }  # fmt: skip
-    for name, _, kind, _, _ in _cattn._operands():
+    sizes = sizes_of(operands, block_size)
+    for name, axes, kind, _, _ in _cattn._operands():
         if given.get(name) is not None:
-            operands[name] = READERS[kind](given[name], name, operands)
-    if block_mask is not None:
-        operands["block_mask"] = read_blocks(blocks, options.block_size, operands)
-    if options.dropout_p > 0:
-        operands["dropout_seed"] = read_seed(dropout_key, options.dropout_p)
+            wanted = tuple(sizes[letter] for letter in ("B", *axes))
+            operands[name] = READERS[kind](given[name], name, wanted, compute_dtype(operands["query"].dtype))
+    if dropout_p > 0:
+        operands["dropout_seed"] = read_seed(dropout_key, float(dropout_p))
     found = _compiled(options, operands)
     out = found["out"]
     if is_quantized:
@@ -242,15 +248,10 @@ def _check_dtype(array: Any, name: str, scale: Any) -> None:
 def _read_scale(obj: Any, name: str, quantized: Any) -> Any:
     """Return the scales of key or value in float32, with four axes."""
     array = as_array(obj, name)
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, quantized.shape, strict=True)):
-        raise ValueError(
-            f"{name} has shape {array.shape}, which does not broadcast to the shape of {name.removesuffix('.scale')} "
-            f"{quantized.shape}"
-        )
+    own = _broadcast(array, name, quantized.shape, f"the shape of {name.removesuffix('.scale')} {quantized.shape}")
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(shape).astype(np.float32)
+    return own.astype(np.float32)
 
 
 def _widen(arrays: dict[str, Any]) -> None:
@@ -301,15 +302,28 @@ def read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
     return arrays
 
 
-def _read_scores(obj: Any, name: str, inputs: Arrays) -> Any:
+def sizes_of(inputs: Arrays, block_size: Any) -> dict[str, int]:
+    """Return the sizes of the call by the letters of csrc/call/operands.h, and B for the batch."""
+    batch, seqlen_q, heads = inputs["query"].shape[:3]
+    sizes = {"B": batch, "N": heads, "T": seqlen_q, "S": inputs["key"].shape[1]}
+    if block_size is not None:
+        sizes |= {"X": -(-sizes["T"] // block_size), "Y": -(-sizes["S"] // block_size)}
+    return sizes
+
+
+def _broadcast(array: Any, name: str, full: tuple[int, ...], meaning: str) -> Any:
+    """Return the array with as many axes as it is broadcast to."""
+    shape = (1,) * (len(full) - array.ndim) + array.shape
+    if len(shape) > len(full) or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
+        raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to {meaning}")
+    return array.reshape(shape)
+
+
+def _read_scores(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
     """Return mask or bias with four axes."""
     name = "mask" if name == "attn_mask" else name
     array = as_array(obj, name)
-    batch, seqlen_q, heads = inputs["query"].shape[:3]
-    full = (batch, heads, seqlen_q, inputs["key"].shape[1])
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (B, N, T, S) = {full}")
+    own = _broadcast(array, name, full, f"(B, N, T, S) = {full}")
     if name == "mask" and array.dtype != bool:
         raise TypeError(
             f"mask must be bool (True = visible), got {array.dtype}: for a mask of zeros and ones, as flax makes them, "
@@ -319,31 +333,25 @@ def _read_scores(obj: Any, name: str, inputs: Arrays) -> Any:
         raise TypeError(f"bias has dtype {array.dtype} and no scale: multiply it by its scale")
     if name == "bias" and array.dtype == bool:
         raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
-    dtype = bool if name == "mask" else compute_dtype(inputs["query"].dtype)
-    return array.reshape(shape).astype(dtype)
+    return own.astype(bool if name == "mask" else dtype)
 
 
-def read_blocks(obj: Any, size: int, inputs: Arrays) -> Any:
+def _read_blocks(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
     """Return block_mask with four axes."""
-    array = as_array(obj, "block_mask")
-    batch, seqlen_q, heads = inputs["query"].shape[:3]
-    full = (batch, heads, -(-seqlen_q // size), -(-inputs["key"].shape[1] // size))
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, number) for own, number in zip(shape, full, strict=True)):
-        raise ValueError(
-            f"block_mask has shape {array.shape}, which does not broadcast to the blocks of size={size}, {full}"
-        )
+    blocks, size = split_blocks(obj)
+    array = as_array(blocks, name)
+    own = _broadcast(array, name, full, f"the blocks of size={size}, {full}")
     if array.dtype != bool:
         raise TypeError(
             f"block_mask must be bool (True = visible), got {array.dtype}: for zeros and ones pass "
             "block_mask.astype(bool)"
         )
-    return array.reshape(shape)
+    return own
 
 
-def _read_integers(obj: Any, name: str, inputs: Arrays) -> Any:
+def _read_integers(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
     """Return a number for each batch entry, or one for all, as int32."""
-    array, batch = as_array(obj, name), inputs["query"].shape[0]
+    array, (batch,) = as_array(obj, name), full
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     if array.shape not in ((), (1,), (batch,)):
@@ -354,21 +362,20 @@ def _read_integers(obj: Any, name: str, inputs: Arrays) -> Any:
     return array.reshape(-1).astype(np.int32)
 
 
-def _read_heads(obj: Any, name: str, inputs: Arrays) -> Any:
+def _read_heads(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
     """Return a number for each query head, with or without the batch, as two axes."""
-    array = as_array(obj, name)
-    batch, _, heads, _ = inputs["query"].shape
-    if array.shape not in ((heads,), (1, heads), (batch, heads)):
-        raise shape_error(name, f"(N,) = ({heads},) or (B, N) = {(batch, heads)}", array.shape)
+    array, (_, heads) = as_array(obj, name), full
+    if array.shape not in ((heads,), (1, heads), full):
+        raise shape_error(name, f"(N,) = ({heads},) or (B, N) = {full}", array.shape)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(-1, heads).astype(compute_dtype(inputs["query"].dtype))
+    return array.reshape(-1, heads).astype(dtype)
 
 
-# What reads an array of a kind of csrc/call/operands.h.
+# What reads an array of a kind of csrc/call/operands.h, given its whole shape and the dtype of the computation.
 READERS = {
     "MASK": _read_scores, "COMPUTED": _read_scores, "OFFSETS": _read_integers, "QUERY_COUNTS": _read_integers,
-    "KEY_COUNTS": _read_integers, "SLOPES": _read_heads, "LOGITS": _read_heads,
+    "KEY_COUNTS": _read_integers, "SLOPES": _read_heads, "LOGITS": _read_heads, "BLOCKS": _read_blocks,
 }  # fmt: skip
 
 
@@ -398,14 +405,15 @@ def read_side(obj: Any) -> int:
     return min(side, 2**62)
 
 
-def read_window(local_window_size: Any, causal: bool) -> tuple[int, int]:
+def read_window(local_window_size: Any) -> tuple[int, int]:
+    """Return both sides of a window."""
     if isinstance(local_window_size, (tuple, list)):
         if len(local_window_size) != 2:
             raise ValueError(f"local_window_size must be an int or (left, right), got {local_window_size!r}")
         left, right = map(read_side, local_window_size)
     else:
         left = right = read_side(local_window_size)
-    return left, 0 if causal else right
+    return left, right
 
 
 def check_static(**arguments: Any) -> None:

@@ -315,6 +315,7 @@ _TYPES = {
     "PROBABILITY": "float {}",
     "ALIGNMENT": "str {}",
     "REAL": "float? {}",
+    "BOUND": "float? {}",
     "CHOICE": "bool? {}",
     "WINDOW": "int {0}_left, int {0}_right",
     "COUNT": "int? {}",
