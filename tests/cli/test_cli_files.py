@@ -171,7 +171,7 @@ def test_attend_refuses_a_mask_of_many_dimensions(folder: Path, capsys: pytest.C
     save((5, 4), (6, 4), (6, 3))
     np.save("mask.npy", np.ones((1,) * 38 + (5, 6), bool))
     assert attend_files("--mask", "mask.npy") == 2
-    assert "which does not broadcast to (5, 6)" in capsys.readouterr().err
+    assert "does not broadcast to the scores' shape (5, 6)" in capsys.readouterr().err
 
 
 def test_attend_takes_files_on_both_sides_of_an_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

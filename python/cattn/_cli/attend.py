@@ -20,11 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cattn
+from cattn import _cattn
 from cattn._cli.files import Array, Command, InputError, Output, commit, load, load_members, refuse_inputs
 from cattn._cli.messages import Progress, plain_warnings, say
-from cattn._input.arrays import broadcast_shapes
+from cattn._input.doors import DOORS
 from cattn._input.objects import Quantized, dequantized
 from cattn._input.types import AttentionOutput
+from cattn.functional._options import text_of
 
 _DESCRIPTION = """\
 Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
@@ -44,11 +46,69 @@ with --force."""
 
 # The arguments are collected at run time, which the overloads of the function do not allow.
 _attention: Callable[..., Any] = cattn.scaled_dot_product_attention
+_explain: Callable[..., Any] = cattn.explain
 
-_INPUTS = ("inputs", "mask", "bias", "sinks", "key_scale", "value_scale", "lengths", "query_lengths", "starts")
 ALIGNMENTS = ("upper_left", "lower_right")
 SLICE_SECONDS = 0.25
 FIRST_SLICE = 2e8  # multiply-adds of the first slice, when the speed is not known yet
+
+# How argparse reads an option of a kind of csrc/call/operands.h. Other kinds are not on the command line.
+_FILES = ("MASK", "COMPUTED", "LOGITS", "SCALES")
+_NUMBERS = ("QUERY_COUNTS", "KEY_COUNTS")
+_OF_THE_CALL = ("REAL", "BOUND", "PROBABILITY", "CHOICE", "WINDOW", "PRODUCTS")  # the same in every slice
+_FORMS: dict[str, dict[str, Any]] = {
+    kind: form
+    for kinds, form in (
+        (_FILES, {"metavar": "FILE"}),
+        (_NUMBERS, {"metavar": "N,N"}),
+        (("OFFSETS", "SEED"), {"type": int, "metavar": "N"}),
+        (("REAL", "BOUND"), {"type": float, "metavar": "X"}),
+        (("SLOPES", "CHOICE"), {"action": "store_true"}),
+        (("PROBABILITY",), {"type": float, "default": 0.0, "metavar": "P"}),
+        (("ALIGNMENT",), {"nargs": "?", "const": "lower_right", "choices": ALIGNMENTS}),
+        (("WINDOW",), {"nargs": 2, "type": int, "metavar": ("L", "R")}),
+        (("PRODUCTS",), {"choices": ["bfloat16", "bfloat16_tiles"]}),
+    )
+    for kind in kinds
+}
+# The options in the order of the table: the axes of an array in letters, "" for a number, and the kind.
+_OPTIONS = {row[0]: (row[1], row[2]) for row in _cattn._operands()} | {
+    name: ("", kind) for name, kind in _cattn._numbers()
+}
+_OPTIONS = {name: row for name, row in _OPTIONS.items() if row[1] in _FORMS}
+
+# The help of options whose text in cattn.functional is about arrays in Python.
+_HELP = {
+    "attn_mask": "bool: True where the key is visible; or floats to add; as (..., T_q, T_k)",
+    "bias": "floats to add to the scores; -inf hides a key",
+    "is_causal": "hide later keys; where T_q and T_k differ, align the last query with the last key (lower_right, the "
+    "default) or the first with the first (upper_left)",
+    "enable_gqa": "axis -3 of arrays of three dimensions is heads, not a batch",
+    "query_offset": "position of the first query: with --causal, query i sees the keys j <= i + N. Default: 0, or the "
+    "alignment of --causal",
+    "query_seq_lengths": "valid queries of each batch entry, if they differ from the keys",
+    "key_value_seq_lengths": "valid keys of each batch entry, and valid queries where T_q = T_k: numbers, or a file of "
+    "them; one number is for all entries. Other keys are not read, and other queries get 0",
+    "alibi_slopes": "subtract ALiBi's slope times the distance of query and key; needs heads",
+    "sinks": "one extra logit for each query head, (H,), in the softmax denominator",
+    "compute_dtype": "round queries, keys, values and weights to bfloat16 for the products, which are summed in "
+    "float32; the files must hold float32 or bfloat16",
+    "rng": "of the dropout, 0 <= N < 2**64; without it a fresh one is drawn",
+    "key_scale": "scales of int8 keys, which broadcast to them: as (..., T_k, 1)",
+    "value_scale": "scales of int8 values",
+}
+
+
+def _dest(name: str) -> str:
+    """Return the name of an option on the command line."""
+    return DOORS["attend"].spelled.get(name, name)
+
+
+def _flag(name: str) -> str:
+    return f"--{_dest(name).replace('_', '-')}"
+
+
+_INPUTS = ("inputs", *(_dest(name) for name, (_, kind) in _OPTIONS.items() if kind in (*_FILES, *_NUMBERS)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,53 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="FILE", help="query, key and value, or one file that holds all three")
     add("-o", "--output", required=True, metavar="FILE", help="written when complete: .npy, .npz, .safetensors")
-    add(
-        "--causal",
-        nargs="?",
-        const="lower_right",
-        choices=ALIGNMENTS,
-        help="hide later keys; where T_q and T_k differ, align the last query with the last key (lower_right, the "
-        "default) or the first with the first (upper_left)",
-    )
-    add(
-        "--query-offset",
-        type=int,
-        metavar="N",
-        help="position of the first query: with --causal, query i sees the keys j <= i + N. Default: 0, or the "
-        "alignment of --causal",
-    )
-    add(
-        "--window",
-        nargs=2,
-        type=int,
-        metavar=("L", "R"),
-        help="the query at position p sees the keys from p - L to p + R; -1 sets no bound on that side",
-    )
-    add(
-        "--lengths",
-        metavar="N,N",
-        help="valid keys of each batch entry, and valid queries where T_q = T_k: numbers, or a file of them; one "
-        "number is for all entries. Other keys are not read, and other queries get 0",
-    )
-    add("--query-lengths", metavar="N,N", help="valid queries of each batch entry, if they differ from the keys")
-    add("--starts", metavar="N,N", help="index of the first valid key of each batch entry: padding on the left")
-    add("--scale", type=float, metavar="X", help="factor of the scores, default 1/sqrt(D)")
-    add("--softcap", type=float, metavar="X", help="bound of the scaled scores: X * tanh(score / X)")
-    add(
-        "--compute-dtype",
-        choices=["bfloat16", "bfloat16_tiles"],
-        help="round queries, keys, values and weights to bfloat16 for the products, which are summed in float32; the "
-        "files must hold float32 or bfloat16",
-    )
-    add("--mask", metavar="FILE", help="bool: True where the key is visible; or floats to add; as (..., T_q, T_k)")
-    add("--bias", metavar="FILE", help="floats to add to the scores; -inf hides a key")
-    add("--alibi", action="store_true", help="subtract ALiBi's slope times the distance of query and key; needs heads")
-    add("--sinks", metavar="FILE", help="one extra logit for each query head, (H,), in the softmax denominator")
-    add("--key-scale", metavar="FILE", help="scales of int8 keys, which broadcast to them: as (..., T_k, 1)")
-    add("--value-scale", metavar="FILE", help="scales of int8 values")
-    add("--enable-gqa", action="store_true", help="axis -3 of arrays of three dimensions is heads, not a batch")
-    add("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a weight")
-    add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")
+    for name, (_, kind) in _OPTIONS.items():
+        add(_flag(name), help=_HELP.get(name) or text_of(name), **_FORMS[kind])
     add("--weights", metavar="FILE", help="also write the attention weights (..., T_q, T_k), before dropout")
     add("--lse", metavar="FILE", help="also write the log-sum-exp of the scores (..., T_q)")
     add("--threads", type=int, metavar="N", help="default: CATTN_NUM_THREADS, or the number of CPUs")
@@ -137,7 +152,7 @@ def _integers(text: str, option: str) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _quantized(array: Array, scale: Array, name: str, files: str) -> Quantized:
+def _quantized(array: Any, scale: Array, name: str, files: str) -> Quantized:
     try:
         return Quantized(array, scale)
     except (ValueError, TypeError) as error:
@@ -164,128 +179,89 @@ class _Job:
             arrays = [load(spec, name) for name, spec in files.items()]
         else:
             raise InputError(f"give query, key and value, or one file of all three, got {len(options.inputs)} files")
-        self.masks: dict[str, Array] = {}
-        for name, spec in (("attn_mask", options.mask), ("bias", options.bias)):
-            if spec is not None:
+        given = {name: getattr(options, _dest(name)) for name in _OPTIONS}
+        given = {name: x for name, x in given.items() if x is not None and x is not False}
+        self.arrays: dict[str, Array] = {}  # but for query, key and value, and the slopes
+        stored: dict[str, Array | Quantized] = dict(zip(files, arrays, strict=True))
+        for name, spec in given.items():
+            kind = _OPTIONS[name][1]
+            if kind == "SCALES":
+                owner = name.removesuffix("_scale")
+                stored[owner] = _quantized(stored[owner], load(spec, name), owner, f"{files[owner]}, {spec}")
+            elif kind in _FILES:
+                self.arrays[name] = load(spec, name)
+            if kind in _FILES:
                 files[name] = spec
-                self.masks[name] = load(spec, name)
-        self.sinks: dict[str, Array] = {}
-        if options.sinks is not None:
-            files["sinks"] = options.sinks
-            self.sinks["sinks"] = load(options.sinks, "sinks")
-        stored: list[Array | Quantized] = [*arrays]
-        for i, name, spec in ((1, "key", options.key_scale), (2, "value", options.value_scale)):
-            if spec is not None:
-                files[f"{name}_scale"] = spec
-                stored[i] = _quantized(arrays[i], load(spec, f"{name}_scale"), name, f"{files[name]}, {spec}")
         self.inputs = dict(files)
-        lengths = {"key_value_seq_lengths": ("--lengths", options.lengths)}
-        lengths |= {"query_seq_lengths": ("--query-lengths", options.query_lengths)}
-        lengths |= {"key_value_seq_starts": ("--starts", options.starts)}
-        self.lengths: dict[str, NDArray[np.int64]] = {}
-        for name, (option, text) in lengths.items():
-            if text is not None:
-                self.lengths[name] = _integers(text, option)
-                files[name] = f"{option} {text}"
-                self.inputs[option] = text
+        for name, text in given.items():
+            if _OPTIONS[name][1] in _NUMBERS:
+                self.arrays[name] = _integers(text, _flag(name))
+                files[name] = f"{_flag(name)} {text}"
+                self.inputs[_flag(name)] = text
         self._files = ", ".join(f"{name}: {spec}" for name, spec in files.items())
 
         if not 0 <= options.dropout <= 1:
             raise InputError(f"--dropout must be in [0, 1], got {options.dropout}")
         if options.seed is not None and not 0 <= options.seed < 2**64:
             raise InputError(f"--seed must be in 0 <= N < 2**64, got {options.seed}")
-        self.settings: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
-        self.settings |= {"softcap": options.softcap, "is_causal": options.causal is not None}
-        self.settings |= {"window_size": options.window} if options.window else {}
-        self.settings |= {"compute_dtype": options.compute_dtype}
-        self.settings |= {"enable_gqa": True} if options.enable_gqa else {}
+        self.settings = {name: x for name, x in given.items() if _OPTIONS[name][1] in _OF_THE_CALL}
         if options.dropout:
             self.settings["rng"] = secrets.randbits(64) if options.seed is None else options.seed
         self.query, self.key, self.value = self._check(stored, options)
+        self.settings["is_causal"] = options.causal is not None  # a slice gets the offset that the corner means
         self.T_q, self.T_k = self.query.shape[-2], self.key.shape[-2]
-        self.query_lengths, self.key_lengths = (
-            self.lengths.get(f"{name}_seq_lengths", np.array(default))
-            for name, default in (("query", self.T_q), ("key_value", self.T_k))
-        )
+        lengths = {"query_seq_lengths": self.T_q, "key_value_seq_lengths": self.T_k}
+        queries, keys = (self.arrays.get(name, np.array(default)) for name, default in lengths.items())
         self.offset: NDArray[np.int64] = np.array(options.query_offset or 0)
         if options.query_offset is None and options.causal == "lower_right":
-            self.offset = self.key_lengths - self.query_lengths
+            self.offset = keys - queries
         # Arrays of rank 2 have no batch dimensions, and with dropout these must not be sliced.
         self.rank = len(self.shape)
         heads = self.rank > 3 or options.enable_gqa
         self.batch_dims = max(0, self.rank - (3 if heads else 2))
         self.batch = self.shape[0] if self.batch_dims and not options.dropout else 1
 
-    def _check(self, arrays: list[Array | Quantized], options: argparse.Namespace) -> tuple[Any, Any, Any]:
-        """Let the library check all arguments, in calls without queries, before the first file is created."""
-        query, key, value = np.asarray(arrays[0]), arrays[1], arrays[2]
+    def _check(self, stored: dict[str, Any], options: argparse.Namespace) -> tuple[Any, Any, Any]:
+        """Let the library check all arguments, and say what the results are, before the first file is created."""
+        given = {**stored, **self.arrays, **self.settings, "is_causal": options.causal or False}
+        if options.query_offset is not None:
+            given |= {"is_causal": bool(options.causal), "query_offset": options.query_offset}
         try:
-            empty: AttentionOutput = _attention(
-                query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, return_weights=True,
-                return_lse=True, **self.settings,
-            )  # fmt: skip
-            self.shape = (*empty.out.shape[:-2], query.shape[-2], empty.out.shape[-1])
-            self.score_shape = (*self.shape[:-1], key.shape[-2])
-            shapes = {"out": self.shape, "weights": self.score_shape, "lse": self.shape[:-1]}
-            self.results = {name: (shape, getattr(empty, name).dtype) for name, shape in shapes.items()}
-            for name, mask in self.masks.items():
-                with contextlib.suppress(ValueError):
-                    if broadcast_shapes(mask.shape, self.score_shape) == self.score_shape:
-                        continue
-                raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
-            if options.alibi:
-                if len(self.shape) < 4 and not options.enable_gqa:
-                    raise ValueError(f"--alibi needs heads on axis -3 of four dimensions, the result has {self.shape}")
-                self.settings["alibi_slopes"] = cattn.get_alibi_slopes(self.shape[-3])
-            _attention(
-                query[..., :0, :],
-                key,
-                value,
-                query_offset=0 if options.query_offset is None else options.query_offset,
-                **self._mask_rows(self.masks, slice(0, 0)),
-                **self.sinks,
-                **self.settings,
-            )
-            # This checks the lengths, and warns about masks and alignments that look wrong.
-            whole: dict[str, Any] = {**self.masks, **self.lengths}
-            whole |= {name: self.settings[name] for name in ("window_size", "enable_gqa") if name in self.settings}
-            if options.query_offset is None:
-                whole["is_causal"] = options.causal or False
-            else:
-                whole |= {"is_causal": bool(options.causal), "query_offset": options.query_offset}
-            wide: dict[str, Any] = {
-                name: np.broadcast_to(np.zeros((), query.dtype), array.shape) if isinstance(array, Quantized) else array
-                for name, array in (("key", key), ("value", value))
-            }
-            cattn.explain(query, **wide, **whole)
-            if query.shape[-2] == key.shape[-2] and "key_value_seq_lengths" in self.lengths:
-                self.lengths.setdefault("query_seq_lengths", self.lengths["key_value_seq_lengths"])
+            plan = _explain(**given, return_weights=True, return_lse=True)
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
-        dtype: np.dtype[Any] = empty.out.dtype
-        return _convert(query, dtype), _convert(key, dtype), _convert(value, dtype)
-
-    @staticmethod
-    def _mask_rows(masks: dict[str, Array], rows: slice) -> dict[str, Array]:
-        return {name: m[..., rows, :] if m.ndim > 1 and m.shape[-2] > 1 else m for name, m in masks.items()}
+        self.results: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = plan.outputs
+        self.shape, dtype = self.results["out"]
+        if options.alibi and len(self.shape) < 4 and not options.enable_gqa:
+            raise InputError(
+                f"--alibi needs heads on axis -3 of four dimensions, the result has {self.shape} ({self._files})"
+            )
+        if options.alibi:
+            self.settings["alibi_slopes"] = cattn.get_alibi_slopes(self.shape[-3])
+        query, key, value = (_convert(array, dtype) for array in stored.values())
+        if query.shape[-2] == key.shape[-2] and "key_value_seq_lengths" in self.arrays:
+            self.arrays.setdefault("query_seq_lengths", self.arrays["key_value_seq_lengths"])
+        return query, key, value
 
     def compute(self, entries: slice, rows: slice, outputs: dict[str, Array]) -> None:
         """Compute some batch entries and some queries, into the same places of `outputs`."""
 
-        def cut(array: Any, rank: int = self.rank) -> Any:
+        def cut(array: Any, n_axes: int = self.rank - self.batch_dims) -> Any:
+            """Return the batch entries of an array with this number of axes beside the batch."""
             if isinstance(array, Quantized):
                 return Quantized._of_checked(*map(cut, array))
-            return array[entries] if self.batch > 1 and array.ndim == rank and array.shape[0] > 1 else array
+            has_entries = self.batch > 1 and array.ndim == self.batch_dims + n_axes and array.shape[0] > 1
+            return array[entries] if has_entries else array
 
-        masks = {name: cut(mask) for name, mask in self._mask_rows(self.masks, rows).items()}
-        options = {name: cut(sinks, self.batch_dims + 1) for name, sinks in self.sinks.items()}
-        if "query_seq_lengths" in self.lengths:
-            lengths = np.clip(self.query_lengths - rows.start, 0, rows.stop - rows.start)
-            options["query_seq_lengths"] = cut(lengths, self.batch_dims)
-        if "key_value_seq_lengths" in self.lengths:
-            options["key_value_seq_lengths"] = cut(self.key_lengths, self.batch_dims)
-        if "key_value_seq_starts" in self.lengths:
-            options["key_value_seq_starts"] = cut(self.lengths["key_value_seq_starts"], self.batch_dims)
+        options = {}
+        for name, array in self.arrays.items():
+            axes, kind = _OPTIONS[name]
+            own = array
+            if axes.endswith("TS") and array.ndim > 1 and array.shape[-2] > 1:
+                own = array[..., rows, :]
+            elif kind == "QUERY_COUNTS":
+                own = np.clip(array - rows.start, 0, rows.stop - rows.start)
+            options[name] = cut(own, self.rank - self.batch_dims if axes.endswith("TS") else len(axes))
         parts = {}
         for name, array in outputs.items():
             whole = array[entries] if self.batch > 1 else array
@@ -294,11 +270,10 @@ class _Job:
             cut(self.query[..., rows, :]),
             cut(self.key),
             cut(self.value),
-            query_offset=cut(self.offset, self.batch_dims) + rows.start,
+            query_offset=cut(self.offset, 0) + rows.start,
             return_weights="weights" in parts,
             return_lse="lse" in parts,
             out=AttentionOutput(parts["out"], parts.get("weights"), parts.get("lse")),
-            **masks,
             **options,
             **self.settings,
         )

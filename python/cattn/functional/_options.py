@@ -124,9 +124,14 @@ _HEADING = "Other Parameters\n----------------\n"
 _ENTRY = re.compile(r"^(\w+(?:, \w+)*) : .*\n(?:    .*\n?)+", re.MULTILINE)
 
 
-def _entries(section: str) -> dict[tuple[str, ...], str]:
+def entries(section: str) -> dict[tuple[str, ...], str]:
     """Return the entries of a section of parameters by the names in their first lines."""
     return {tuple(entry[1].split(", ")): entry[0].rstrip("\n") for entry in _ENTRY.finditer(section)}
+
+
+def text_of(name: str) -> str:
+    """Return the common text of an option in one line."""
+    return next(entry.partition("\n")[2] for names, entry in entries(TEXTS).items() if name in names).strip()
 
 
 def _document(text: str, options: set[str], table: Sequence[str]) -> str:
@@ -136,10 +141,10 @@ def _document(text: str, options: set[str], table: Sequence[str]) -> str:
     if not heading:
         before, raises, after = before.partition("Raises\n------\n")
         after = raises + after
-    own = _entries(section)
+    own = entries(section)
     left = options.difference(*own)
-    entries = own | {names: entry for names, entry in _entries(TEXTS).items() if left.issuperset(names)}
-    in_order = [entries[names] for names in sorted(entries, key=lambda names: table.index(names[0]))]
+    own |= {names: entry for names, entry in entries(TEXTS).items() if left.issuperset(names)}
+    in_order = [own[names] for names in sorted(own, key=lambda names: table.index(names[0]))]
     return "\n".join([f"{before}{_HEADING}{in_order[0]}", *in_order[1:], "", after, ""])
 
 
