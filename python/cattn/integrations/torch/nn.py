@@ -7,8 +7,9 @@ The layers are PyTorch's own ``nn.Linear`` and ``nn.Dropout``, drawn in the orde
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ import cattn
 from ..._input.checks import as_head_counts, as_size
 from ..._input.names import public_names
 from ..._input.types import Window
+from ...functional._options import entries
 from ...nn._state_dict import LoadResult, match
 from ._attention import scaled_dot_product_attention
 
@@ -80,8 +82,44 @@ def _result(x: Tensor, context: Tensor, weights: Tensor | None, one_head: bool =
     return context if weights is None else (context, weights)
 
 
+# The entries that differ from the class of `cattn.nn`, whose rng PyTorch has in torch.manual_seed.
+_OWN = """
+context_length : int
+    Maximum number of tokens of a sequence.
+dtype : torch.dtype, optional
+    Default ``torch.get_default_dtype()``.
+"""
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _with_parameters(cls: _Class) -> _Class:
+    """Write the parameters of the class of `cattn.nn` with this name before the attributes, in the docstring."""
+    theirs, document = (inspect.getdoc(x) for x in (getattr(cattn, cls.__name__), cls))
+    if theirs is None or document is None:  # python -OO
+        return cls
+    before, _, rest = document.partition("\n\nAttributes\n")
+    first, _, own = before.partition("\n\nParameters\n----------\n")
+    parameters = entries(theirs.partition("Parameters\n----------\n")[2].partition("\n\n")[0])
+    parameters |= entries(_OWN) | entries(f"{own}\n")
+    names = list(inspect.signature(cls).parameters)
+    listed = "\n".join(text for key, text in parameters.items() if key[0] in names)
+    listed = listed.replace("`sliding_window`", "`cattn.sliding_window`")
+    cls.__doc__ = f"{first}\n\nParameters\n----------\n{listed}\n\nAttributes\n{rest}\n"
+    return cls
+
+
 class _Attention(nn.Module):
-    """Base of the classes: state dicts in all naming schemes."""
+    """Base of the classes: projections, and state dicts in all naming schemes."""
+
+    def _add_projections(self, d_in: int, d_out: int, d_kv: int, bias: bool, dtype: torch.dtype | None) -> None:
+        self.W_query: Any = nn.Linear(d_in, d_out, bias, dtype=dtype)
+        self.W_key: Any = nn.Linear(d_in, d_kv, bias, dtype=dtype)
+        self.W_value: Any = nn.Linear(d_in, d_kv, bias, dtype=dtype)
+
+    def _of_one_head(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (B, 1, T, d_out) of tokens (B, T, d_in)."""
+        return tuple(layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadResult:
         """Load the parameters from a state dict of cattn, of PyTorch, or in another naming scheme.
@@ -111,15 +149,38 @@ class _Attention(nn.Module):
         return result
 
 
-class SelfAttention_v1(_Attention):  # noqa: N801 - the book's name
-    """Self-attention with three bare matrices, the twin of `cattn.SelfAttention_v1`.
+class _SelfAttention(_Attention):
+    """Base of the classes without a mask: the forward pass."""
 
-    Parameters
-    ----------
-    d_in, d_out : int
-        Length of a token and of a context vector.
-    dtype : torch.dtype, optional
-        Default ``torch.get_default_dtype()``.
+    d_in: int
+
+    def _projected(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (B, 1, T, d_out) of tokens (B, T, d_in)."""
+        return self._of_one_head(batch)
+
+    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
+        """Return a context vector for each token, or (context, weights).
+
+        Parameters
+        ----------
+        x : Tensor, shape (T, d_in) or (B, T, d_in)
+            The tokens.
+        return_weights : bool
+            Return (context, weights).
+
+        Returns
+        -------
+        Tensor, shape (T, d_out) or (B, T, d_out), or (Tensor, Tensor)
+            The weights are (..., T, T).
+        """
+        batch = _tokens(x, self.d_in)
+        context, weights = _attend(*self._projected(batch), is_causal=False, return_weights=return_weights)
+        return _result(x, context, weights)
+
+
+@_with_parameters
+class SelfAttention_v1(_SelfAttention):  # noqa: N801 - the book's name
+    """Self-attention with three bare matrices, the twin of `cattn.SelfAttention_v1`.
 
     Attributes
     ----------
@@ -134,38 +195,13 @@ class SelfAttention_v1(_Attention):  # noqa: N801 - the book's name
         self.W_key = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
         self.W_value = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
 
-    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
-        """Return a context vector for each token, or (context, weights).
-
-        Parameters
-        ----------
-        x : Tensor, shape (T, d_in) or (B, T, d_in)
-            The tokens.
-        return_weights : bool
-            Return (context, weights).
-
-        Returns
-        -------
-        Tensor, shape (T, d_out) or (B, T, d_out), or (Tensor, Tensor)
-            The weights are (..., T, T).
-        """
-        batch = _tokens(x, self.d_in)
-        q, k, v = ((batch @ matrix).unsqueeze(1) for matrix in (self.W_query, self.W_key, self.W_value))
-        context, weights = _attend(q, k, v, is_causal=False, return_weights=return_weights)
-        return _result(x, context, weights)
+    def _projected(self, batch: Tensor) -> tuple[Tensor, ...]:
+        return tuple((batch @ matrix).unsqueeze(1) for matrix in (self.W_query, self.W_key, self.W_value))
 
 
-class SelfAttention_v2(_Attention):  # noqa: N801 - the book's name
+@_with_parameters
+class SelfAttention_v2(_SelfAttention):  # noqa: N801 - the book's name
     """Self-attention with three linear layers, the twin of `cattn.SelfAttention_v2`.
-
-    Parameters
-    ----------
-    d_in, d_out : int
-        Length of a token and of a context vector.
-    qkv_bias : bool
-        Whether the three layers have biases.
-    dtype : torch.dtype, optional
-        Default ``torch.get_default_dtype()``.
 
     Attributes
     ----------
@@ -176,29 +212,7 @@ class SelfAttention_v2(_Attention):  # noqa: N801 - the book's name
     def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
-        self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
-        self.W_key = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
-        self.W_value = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
-
-    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
-        """Return a context vector for each token, or (context, weights).
-
-        Parameters
-        ----------
-        x : Tensor, shape (T, d_in) or (B, T, d_in)
-            The tokens.
-        return_weights : bool
-            Return (context, weights).
-
-        Returns
-        -------
-        Tensor, shape (T, d_out) or (B, T, d_out), or (Tensor, Tensor)
-            The weights are (..., T, T).
-        """
-        batch = _tokens(x, self.d_in)
-        q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
-        context, weights = _attend(q, k, v, is_causal=False, return_weights=return_weights)
-        return _result(x, context, weights)
+        self._add_projections(d_in, d_out, d_out, qkv_bias, dtype)
 
 
 class _Causal(_Attention):
@@ -237,24 +251,9 @@ class _Causal(_Attention):
         return _result(x, context, weights, one_head=self._one_head)
 
 
+@_with_parameters
 class CausalAttention(_Causal):
     """One head of causal attention with dropout, the twin of `cattn.CausalAttention`.
-
-    Parameters
-    ----------
-    d_in, d_out : int
-        Length of a token and of a context vector.
-    context_length : int
-        Maximum number of tokens of a sequence.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
-    qkv_bias : bool
-        Whether the three layers have biases.
-    window_size : (int, int)
-        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
-        effect; see `cattn.sliding_window`.
-    dtype : torch.dtype, optional
-        Default ``torch.get_default_dtype()``.
 
     Attributes
     ----------
@@ -279,38 +278,23 @@ class CausalAttention(_Causal):
     ) -> None:
         super().__init__(d_in, d_out, context_length, window_size)
         self.dropout = nn.Dropout(dropout)
-        self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
-        self.W_key = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
-        self.W_value = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+        self._add_projections(d_in, d_out, d_out, qkv_bias, dtype)
 
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
         return _attend(
-            q, k, v, is_causal=True, dropout_p=_active(self.dropout), return_weights=return_weights,
+            *self._of_one_head(batch), is_causal=True, dropout_p=_active(self.dropout), return_weights=return_weights,
             window_size=self.window_size,
         )  # fmt: skip
 
 
+@_with_parameters
 class MultiHeadAttentionWrapper(_Causal):
     """Several `CausalAttention` heads with concatenated context vectors, the twin of `cattn.MultiHeadAttentionWrapper`.
 
     Parameters
     ----------
-    d_in, d_out : int
-        Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
-    context_length : int
-        Maximum number of tokens of a sequence.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads.
-    qkv_bias : bool
-        Whether the layers of the heads have biases.
-    window_size : (int, int)
-        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
-        effect; see `cattn.sliding_window`.
-    dtype : torch.dtype, optional
-        Default ``torch.get_default_dtype()``.
 
     Attributes
     ----------
@@ -343,30 +327,9 @@ class MultiHeadAttentionWrapper(_Causal):
         return context, weights
 
 
+@_with_parameters
 class MultiHeadAttention(_Causal):
     """Causal attention with several heads and an output projection, the twin of `cattn.MultiHeadAttention`.
-
-    Parameters
-    ----------
-    d_in, d_out : int
-        Length of a token and of a context vector. d_out is a multiple of num_heads.
-    context_length : int
-        Maximum number of tokens of a sequence.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
-    num_heads : int
-        Number of heads, each of head_dim ``d_out // num_heads``.
-    qkv_bias : bool
-        Whether W_query, W_key and W_value have biases.
-    num_kv_groups : int, optional
-        Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
-    out_bias : bool
-        Whether out_proj has a bias.
-    window_size : (int, int)
-        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
-        effect; see `cattn.sliding_window`.
-    dtype : torch.dtype, optional
-        Default ``torch.get_default_dtype()``.
 
     Attributes
     ----------
@@ -408,9 +371,7 @@ class MultiHeadAttention(_Causal):
         self.head_dim = self.d_out // self.num_heads
         d_kv = self.num_kv_groups * self.head_dim
         self.dropout = nn.Dropout(dropout)
-        self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
-        self.W_key = nn.Linear(d_in, d_kv, qkv_bias, dtype=dtype)
-        self.W_value = nn.Linear(d_in, d_kv, qkv_bias, dtype=dtype)
+        self._add_projections(d_in, d_out, d_kv, qkv_bias, dtype)
         self.out_proj = nn.Linear(d_out, d_out, out_bias, dtype=dtype)
 
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
