@@ -133,8 +133,7 @@ static bool check_misfit(const struct backward *b) {
     if (!b->misfit.found)
         return true;
     const struct cattn_shape_text place = place_of_misfit(b);
-    char sum[32];
-    PyOS_snprintf(sum, sizeof sum, "%.3g", b->misfit.weights);
+    const struct cattn_number_text sum = cattn_show_number(b->misfit.weights, 3);
     const bool of_tangents = b->params.of_tangents, is_out = b->misfit.kind == CATTN_MISFIT_OUT_TANGENT;
     switch (b->misfit.kind) {
     case CATTN_MISFIT_LSE:
@@ -142,7 +141,7 @@ static bool check_misfit(const struct backward *b) {
             PyExc_ValueError,
             "lse is not that of these arguments: at %s the weights sum to %s, not to 1. Pass every option of the "
             "forward pass (is_causal, scale, masks, lengths, ...)%s",
-            place.text, sum,
+            place.text, sum.text,
             of_tangents
                 ? ""
                 : "; if lse counts keys of other calls, too, because merge_attention made it, pass merged=True");

@@ -44,6 +44,14 @@ struct cattn_shape_text {
 };
 struct cattn_shape_text cattn_show_shape(int nd, const int64_t *dims);
 
+/* A number of at most so many digits, as printf's %g shows it; or by as few digits as Python shows. Both have a point,
+ * whatever decimal sign the program's locale has. */
+struct cattn_number_text {
+    char text[64];
+};
+struct cattn_number_text cattn_show_number(double x, int digits);
+struct cattn_number_text cattn_show_real(double x, bool is_single);
+
 bool cattn_broadcasts(const struct cattn_array *array, int nd, const int64_t *dims);
 /* The array must broadcast to dims; `meaning` explains the dims, and `hint` ends the message. */
 bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_array *array, int nd, const int64_t *dims,

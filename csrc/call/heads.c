@@ -3,8 +3,6 @@
 
 #include <float.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 static double real_at(const struct cattn_array *array, const char *at) {
@@ -18,24 +16,6 @@ static double real_at(const struct cattn_array *array, const char *at) {
     return (double)number;
 }
 
-/* A number by as few digits as Python shows. */
-static void show_real(char *text, size_t size, double x, bool is_single) {
-    int digits = 1;
-    for (; digits < 17; digits++) {
-        (void)snprintf(text, size, "%.*e", digits - 1, x);
-        if (is_single ? strtof(text, NULL) == (float)x : strtod(text, NULL) == x)
-            break;
-    }
-    if (isnan(x))
-        (void)snprintf(text, size, "nan");
-    else if (fabs(x) >= 1e-4 && fabs(x) < 1e16) {
-        const int decimals = digits - 1 - (int)strtol(strchr(text, 'e') + 1, NULL, 10);
-        (void)snprintf(text, size, "%.*f", decimals > 1 ? decimals : 1, x);
-    } else if (!isinf(x) && x != 0) {
-        (void)snprintf(text, size, "%.*g", digits, x);
-    }
-}
-
 bool cattn_check_heads(const struct cattn_door *door, const struct cattn_array *array, enum cattn_operand_kind kind,
                        enum cattn_dtype dtype, void *to) {
     const double least = kind == SLOPES ? 0 : -HUGE_VAL;
@@ -46,10 +26,9 @@ bool cattn_check_heads(const struct cattn_door *door, const struct cattn_array *
         for (int64_t i = 0; i < walk.n; i++, n++) {
             const double x = real_at(array, walk.run + i * walk.stride);
             if (!(x >= least && x < HUGE_VAL)) {
-                char shown[400];
-                show_real(shown, sizeof shown, x, array->size == sizeof(float));
                 return cattn_fail(door, CATTN_WRONG_VALUE, "%s must be %s, got %s", array->name,
-                                  kind == LOGITS ? "finite, or -inf for none" : "finite and not negative", shown);
+                                  kind == LOGITS ? "finite, or -inf for none" : "finite and not negative",
+                                  cattn_show_real(x, array->size == sizeof(float)).text);
             }
             const bool is_large = dtype == CATTN_F32 && !isinf(x) && fabs(x) > (double)FLT_MAX; /* it stays finite */
             if (to != NULL && dtype == CATTN_F32)

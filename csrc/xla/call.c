@@ -149,7 +149,8 @@ static struct xla_error *check_numbers(const struct xla_call *call) {
         const char *fault =
             ATTRIBUTES[row->kind].type == XLA_F64 ? cattn_number_fault(row->kind, real, call->dtype) : NULL;
         if (fault != NULL)
-            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s %s, got %g", row->name, fault, real);
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s %s, got %s", row->name, fault,
+                                  cattn_show_number(real, 6).text);
         if (row->kind == ALIGNMENT && (integer < 0 || integer > XLA_LOWER_RIGHT))
             return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s is %lld", row->name, (long long)integer);
     }
@@ -401,8 +402,8 @@ static struct xla_error *take_numbers(struct xla_call *call, int i) {
         (void)cattn_check_heads(&door, &array, kind, call->dtype, NULL);
     else if (kind == SCALES && !cattn_are_scales(&array, &wrong))
         return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
-                              "%s must be positive and finite, from 2**-100 to 2**100, got %g", array.name,
-                              (double)wrong);
+                              "%s must be positive and finite, from 2**-100 to 2**100, got %s", array.name,
+                              cattn_show_number((double)wrong, 6).text);
     return call->error;
 }
 

@@ -9,10 +9,12 @@ import importlib
 import operator
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -399,6 +401,44 @@ def test_sinks_beyond_float32_become_its_largest_numbers() -> None:
     lse = cattn.scaled_dot_product_attention(x, x, x, np.zeros((2, 2), bool), sinks=[-1e300], return_lse=True).lse
     assert (lse == least).all()
     assert np.isfinite(cattn.scaled_dot_product_attention(x, x, x, sinks=[1e300])).all()
+
+
+WITH_A_COMMA = """
+import locale, sys
+import numpy as np
+import cattn
+try:
+    locale.setlocale(locale.LC_NUMERIC, "de_DE.UTF-8")
+except locale.Error:
+    sys.exit("no such locale")
+assert locale.localeconv()["decimal_point"] == ","
+x = np.ones((1, 2, 2, 4), np.float32)
+for call in (
+    *(
+        lambda slope=slope: cattn.scaled_dot_product_attention(x, x, x, alibi_slopes=np.array([slope, 1], np.float32))
+        for slope in (-0.5, -0.1, -1.5e-7, -2.5e20, -np.inf)
+    ),
+    lambda: cattn.attention_backward(x, x, x, x, x, np.full((1, 2, 2), 2.5 + np.log(2))),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_numbers_in_errors_have_a_point_in_every_locale(tmp_path: Path) -> None:
+    """C's printf has the decimal sign of the locale. Few machines have one with a comma, so it is compiled here."""
+    if shutil.which("localedef") is not None:
+        command = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8")]
+        subprocess.run(command, check=False, capture_output=True)
+    own = {"LOCPATH": str(tmp_path)} if any(tmp_path.iterdir()) else {}
+    run = run_command([sys.executable, "-c", WITH_A_COMMA], capture_output=True, text=True, env=os.environ | own)
+    if "no such locale" in run.stderr:
+        pytest.skip("no locale with a decimal comma")
+    *slopes, weights = run.stdout.splitlines()
+    assert [line.rpartition("got ")[2] for line in slopes] == ["-0.5", "-0.1", "-1.5e-07", "-2.5e+20", "-inf"]
+    assert "the weights sum to 0.607," in weights
 
 
 @pytest.mark.parametrize("rng", ["x", 1.5, b"x"])
