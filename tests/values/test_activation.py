@@ -1,4 +1,4 @@
-"""Gelu, silu and their gradients: accuracy against mpmath, bits, halves, strides, special numbers."""
+"""Gelu, silu and their gradients: accuracy against mpmath, numbers of every size, special numbers, errors."""
 
 from __future__ import annotations
 
@@ -104,92 +104,23 @@ def test_the_reference_agrees(name: str, rng: np.random.Generator) -> None:
             reference.gelu(x, "erf")  # type: ignore[arg-type]
 
 
-@names
-def test_torch_computes_the_same(name: str, rng: np.random.Generator) -> None:
-    torch = pytest.importorskip("torch")
-    theirs = {
-        "gelu": torch.nn.functional.gelu,
-        "gelu, tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
-        "silu": torch.nn.functional.silu,
-    }[name]
-    x, g = rng.uniform(-6, 6, (2, 5, 70))
-    tensor = torch.tensor(x, requires_grad=True)
-    y = theirs(tensor)
-    y.backward(torch.tensor(g))
-    np.testing.assert_allclose(FORWARD[name](x), y.detach().numpy(), rtol=0, atol=1e-14)
-    np.testing.assert_allclose(BACKWARD[name](g, x), tensor.grad.numpy(), rtol=0, atol=1e-13)
-
-
-@pytest.mark.promise("gradients")
-@names
-def test_gradients_agree_with_finite_differences(name: str, rng: np.random.Generator) -> None:
-    x, g = rng.uniform(-4, 4, (2, 50))
-    h = 1e-5
-    slope = (FORWARD[name](x + h) - FORWARD[name](x - h)) / (2 * h)
-    np.testing.assert_allclose(BACKWARD[name](g, x), g * slope, rtol=0, atol=1e-9)
-
-
 # ---- bits ------------------------------------------------------------------------------------------------------------
 @pytest.mark.promise("rotary positions' bits")
 @names
-def test_tables_threads_strides_and_the_place_change_no_bit(
+def test_numbers_of_every_size_have_the_bits_of_the_scalar_table(
     name: str, isa: str, dtype: type, rng: np.random.Generator
 ) -> None:
-    x = numbers(dtype, rng, 2000)[:4200].reshape(3, 20, 70)
+    x = numbers(dtype, rng, 2000)
     g = rng.standard_normal(x.shape).astype(dtype)
-    forward, backward = FORWARD[name], BACKWARD[name]
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
-        expected, gradient = forward(x), backward(g, x)
+        expected, gradient = FORWARD[name](x), BACKWARD[name](g, x)
+    assert_same_bits(FORWARD[name](x), expected)
+    assert_same_bits(BACKWARD[name](g, x), gradient)
     for threads in (1, 3):
         with cattn.num_threads(threads):
-            assert_same_bits(forward(x), expected)
-            assert_same_bits(forward(np.tile(x, (40, 1, 1)))[117:], expected, "in tasks of several rows")
-            assert_same_bits(forward(np.tile(x.ravel(), 70))[-4200:].reshape(x.shape), expected, "in pieces")
-    for index in ((0, 0, 0), (1, 7, 33), (2, 19, 69)):
-        assert forward(x[index]).tobytes() == expected[index].tobytes(), "one number alone"
-    for view in (
-        np.asfortranarray(x),
-        np.ascontiguousarray(x[..., ::-1])[..., ::-1],
-        np.repeat(x, 2, axis=-1)[..., ::2],
-        np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1),
-    ):
-        assert_same_bits(forward(view), expected)
-        assert_same_bits(backward(g, view), gradient)
-        out = np.empty_like(view)
-        assert forward(view, out=out) is out
-        assert_same_bits(np.ascontiguousarray(out), expected)
-        assert backward(g, view, out=out) is out
-        assert_same_bits(np.ascontiguousarray(out), gradient)
-    assert_same_bits(backward(np.repeat(g, 2, axis=-1)[..., ::2], x), gradient)
-    for which in (0, 1):  # in place of an input
-        pair = [g.copy(), x.copy()]
-        assert backward(*pair, out=pair[which]) is pair[which]
-        assert_same_bits(pair[which], gradient)
-
-
-@names
-def test_any_number_of_elements_gives_the_same_bits(name: str, isa: str, dtype: type, rng: np.random.Generator) -> None:
-    """Whole and partial vectors give the same bits."""
-    x = (4 * rng.standard_normal(140)).astype(dtype)
-    expected, gradient = FORWARD[name](x), BACKWARD[name](x, x)
-    for n in (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 129):
-        assert_same_bits(FORWARD[name](x[:n]), expected[:n])
-        assert_same_bits(BACKWARD[name](x[-n:], x[-n:]), gradient[-n:])
-
-
-@pytest.mark.promise("halves")
-@pytest.mark.parametrize("half", HALVES, ids=str)
-@names
-def test_halves_are_computed_in_float32_and_rounded_once(
-    name: str, half: np.dtype, isa: str, rng: np.random.Generator
-) -> None:
-    x, g = (4 * rng.standard_normal((2, 3, 7, 600))).astype(half)
-    wide = [a.astype(np.float32) for a in (g, x)]
-    for view in (x, np.asfortranarray(x)):
-        assert_same_bits(FORWARD[name](view), FORWARD[name](wide[1]).astype(half))
-        assert_same_bits(BACKWARD[name](g, view), BACKWARD[name](*wide).astype(half))
-    assert BACKWARD[name](wide[0], x).dtype == np.float32, "as NumPy promotes"
-    assert FORWARD[name]([1, 2]).dtype == np.float64
+            assert_same_bits(FORWARD[name](np.tile(x, 70))[-x.size :], expected, "in pieces")
+    for index in (0, 1234, x.size - 1):
+        assert FORWARD[name](x[index]).tobytes() == expected[index].tobytes(), "one number alone"
 
 
 # ---- special numbers, shapes, errors ---------------------------------------------------------------------------------

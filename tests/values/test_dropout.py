@@ -1,5 +1,6 @@
 """Dropout: each bit of the mask depends on its position and the seed alone, by the documented rule; factors, seeds."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -415,3 +416,52 @@ def test_random_attention_calls_follow_the_rule(isa: str, data: st.DataObject) -
     ):
         assert (result.dropout_mask == right).all(), way
         np.testing.assert_allclose(result.out[..., 0], share, rtol=1e-12, atol=1e-12, err_msg=way)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+def test_dropout_backward_agrees_with_the_reference(dtype: Any, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((5, 70)).astype(dtype)
+    x[0] = NAN
+    y, mask = cattn.dropout(x, 0.3, rng=9, return_mask=True)
+    for grad in (cattn.dropout_backward(x, 0.3, mask=mask), cattn.dropout_backward(x, 0.3, rng=9)):
+        np.testing.assert_allclose(
+            grad, cattn.reference.dropout_backward(x, 0.3, mask=mask), rtol=2 * np.finfo(dtype).eps
+        )
+        np.testing.assert_allclose(grad, y, rtol=2 * np.finfo(dtype).eps)
+    again = cattn.reference.dropout_backward(x, 0.3, rng=9)
+    np.testing.assert_array_equal(again, cattn.reference.dropout_backward(x, 0.3, mask=mask))
+    generator = cattn.TorchGenerator(4)
+    before = copy.copy(generator)
+    y = cattn.dropout(x, 0.3, rng=generator)
+    assert_same_bits(cattn.dropout_backward(x, 0.3, rng=before, out=x), y)
+    assert (cattn.dropout_backward(x, 1.0, mask=mask[1]) == 0)[1:].all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_dropout_backward_takes_one_number(dtype: type) -> None:
+    for mask, expected in ((True, 6.0), (False, 0.0)):
+        out = np.empty((), dtype)
+        assert cattn.dropout_backward(np.array(3, dtype), 0.5, mask=mask, out=out) is out
+        assert out == expected == cattn.dropout_backward(np.array(3, dtype), 0.5, mask=np.array(mask))
+
+
+@pytest.mark.promise("errors")
+def test_dropout_backward_refuses_wrong_arguments(rng: np.random.Generator) -> None:
+    x = np.ones(4)
+    with pytest.raises(ValueError, match="pass the mask of the forward pass"):
+        cattn.dropout_backward(x, 0.5)
+    with pytest.raises(ValueError, match="pass the mask of the forward pass"):
+        cattn.dropout_backward(x, 0.5, rng=rng)
+    with pytest.raises(ValueError, match="either mask or rng"):
+        cattn.dropout_backward(x, 0.5, rng=1, mask=[True] * 4)
+    for shape in ((2, 4), (3,), (0, 0), (1, 8, 0)):
+        with pytest.raises(ValueError, match=r"^mask has shape \(.*, which does not broadcast to grad_out's \(4,\)"):
+            cattn.dropout_backward(x, 0.5, mask=np.ones(shape, bool))
+    with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got 2"):
+        cattn.dropout_backward(x, 2.0, mask=[True] * 4)
+
+
+def test_the_gradient_of_one_number_is_an_array() -> None:
+    for gradient in (cattn.dropout_backward(2.0, 0.5, mask=True), cattn.dropout_backward(2.0, 0.5, rng=1)):
+        assert type(gradient) is np.ndarray
+        assert gradient.shape == ()

@@ -1,6 +1,7 @@
-"""softmax and masked_softmax: values, errors in ULP, both masking methods, axes, strides, bits, hidden scores."""
+"""softmax and masked_softmax: values, errors in ULP, both masking methods, axes, hidden scores, gradients."""
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,12 @@ from hypothesis.extra import numpy as hnp
 
 import cattn
 from cattn import reference
-from support import ACCURACY_DTYPES, INF, NAN, assert_same_bits, in_contract, looped, table
+from support import ACCURACY_DTYPES, HALVES, INF, NAN, assert_same_bits, in_contract, looped, table
 
 Normal = Callable[..., np.ndarray]
 METHODS = ["neg_inf", "renormalize"]
 # Numbers of columns around vectors of 4 to 16 lanes, 8 chains of a sum, and runs of 512 columns.
 COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 511, 512, 513, 519, 520, 1024, 1100]
-LONG = 140_003  # kernels look at a stop every 65,536 columns
 
 
 def assert_close(actual: np.ndarray, right: np.ndarray, dtype: Any) -> None:
@@ -84,22 +84,6 @@ def test_softmax_agrees_with_scipy(isa: str, dtype: type, normal: Normal) -> Non
     x = 5 * normal(3, 40, 50, dtype=dtype)
     for axis in (-1, 0, (0, 2), None):
         assert_close(cattn.softmax(x, axis), scipy.special.softmax(x.astype(np.float64), axis), dtype)
-
-
-@looped("n", [*COLUMNS, LONG])
-def test_every_number_of_columns_agrees_with_the_reference(
-    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int
-) -> None:
-    """With every method, over rows and over columns. Nothing beside the output is written."""
-    x = 3 * normal(4, n, dtype=dtype)
-    mask = rng.random((4, n)) < 0.5
-    memory = np.full(4 * n + 2, 7, dtype)
-    out = memory[1:-1].reshape(4, n)
-    assert_close(cattn.softmax(x, out=out), reference.softmax(x), dtype)
-    for method in METHODS:
-        assert_close(cattn.masked_softmax(x, mask, method=method, out=out), reference.masked_softmax(x, mask), dtype)
-    assert (memory[[0, -1]] == 7).all()
-    assert_close(cattn.softmax(x.T, axis=0), reference.softmax(x).T, dtype)
 
 
 def test_where_broadcasts_to_x(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
@@ -349,127 +333,6 @@ def test_columns_after_the_last_visible_one_change_no_bit(isa: str, dtype: type,
             assert_same_bits(causal[i, :visible].copy(), cattn.softmax(scores[i, :visible]), f"causal, row {i}")
 
 
-@pytest.mark.promise("softmax and dropout")
-@pytest.mark.parametrize("n", [*COLUMNS, LONG])
-def test_every_table_gives_the_same_bits(
-    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int
-) -> None:
-    scores = 20 * normal(5, n, dtype=dtype)
-    scores[4, :: max(1, n // 3)] = np.finfo(dtype).min
-    mask = rng.random((5, n)) < 0.7
-    calls: list[Callable[[], np.ndarray]] = [
-        lambda: cattn.softmax(scores, scale=0.3),
-        lambda: cattn.softmax(scores, where=mask),
-        lambda: cattn.softmax(scores, axis=0),
-        lambda: cattn.masked_softmax(scores, mask, is_causal="upper_left"),
-        lambda: cattn.masked_softmax(scores, mask, method="renormalize"),
-        lambda: cattn.masked_softmax(scores, is_causal="lower_right", method="renormalize"),
-    ]
-    for i, call in enumerate(calls):
-        assert_same_bits(call(), yardstick(isa, call), f"call {i}")
-
-
-@pytest.mark.promise("softmax and dropout")
-def test_any_number_of_threads_gives_the_same_bits(isa: str, dtype: type, threads: int, normal: Normal) -> None:
-    """Enough rows for many tasks. A row alone has the bits it has among others."""
-    x = normal(700, 300, dtype=dtype)
-    for call in (
-        lambda: cattn.softmax(x),
-        lambda: cattn.softmax(x, axis=0),
-        lambda: cattn.masked_softmax(x, is_causal=True, query_offset=-200),
-        lambda: cattn.masked_softmax(x, x > 0, method="renormalize"),
-    ):
-        assert_same_bits(call(), yardstick(isa, call))
-    whole = cattn.softmax(x)
-    for i in (0, 1, 109, 110, 699):
-        assert_same_bits(cattn.softmax(x[i]), whole[i])
-
-
-def views(a: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the same numbers in other memory layouts, by name."""
-    rows, columns = a.shape
-
-    def around() -> np.ndarray:
-        return np.full((3 * rows + 1, 2 * columns + 1), 99).astype(a.dtype)
-
-    made = {
-        "apart": around()[1::3, 1::2],
-        "backwards": around()[:rows, :columns][::-1, ::-1],
-        "off by one": around()[1 : 1 + rows, 1 : 1 + columns],
-        "Fortran": np.empty_like(a, order="F"),
-    }
-    for view in made.values():
-        view[...] = a
-    return made
-
-
-@pytest.mark.parametrize("rows", [6, 16, 37])
-def test_any_strides_give_the_same_bits(
-    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, rows: int
-) -> None:
-    """Any layout of input, mask and output. The kernels compute 16 rows together if they are adjacent in memory."""
-    x, mask = normal(rows, 77, dtype=dtype), rng.random((rows, 77)) < 0.5
-    x[::3, 4] = 2000  # hidden, so that "renormalize" has to compute every third row twice
-    mask[:, 4] = False
-    calls: dict[str, Callable[..., np.ndarray]] = {
-        "where": lambda x, mask, **out: cattn.softmax(x, where=mask, **out),
-        "neg_inf": lambda x, mask, **out: cattn.masked_softmax(x, mask, is_causal="lower_right", **out),
-        "renormalize": lambda x, mask, **out: cattn.masked_softmax(x, mask, method="renormalize", **out),
-        "causal, renormalize": lambda x, mask, **out: cattn.masked_softmax(
-            x, mask, is_causal=True, query_offset=30, method="renormalize", **out
-        ),
-    }
-    for name, call in calls.items():
-        right = call(x, mask)
-        for (layout, view), mask_view in zip(views(x).items(), views(mask).values(), strict=True):
-            assert_same_bits(np.ascontiguousarray(call(view, mask_view)), right, f"{name}, {layout}")
-            out = views(np.zeros_like(x))[layout]
-            assert call(x, mask, out=out) is out
-            assert_same_bits(out.copy(), right, f"{name}, out {layout}")
-            assert call(view, mask_view, out=out) is out
-            assert_same_bits(out.copy(), right, f"{name}, both {layout}")
-            if name == "where":
-                along = cattn.softmax(view.T, axis=0, where=mask_view.T).T
-                assert_same_bits(np.ascontiguousarray(along), right, f"axis 0, {layout}")
-
-
-def test_broadcast_views_give_the_bits_of_copies(isa: str, dtype: type, normal: Normal) -> None:
-    row = normal(1, 77, dtype=dtype)
-    assert_same_bits(cattn.softmax(np.broadcast_to(row, (6, 77))), np.repeat(cattn.softmax(row), 6, axis=0))
-    equal = cattn.softmax(np.broadcast_to(row[:, :1], (6, 64)))
-    assert (equal == 1 / 64).all()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_masked_softmax_may_work_in_place(isa: str, dtype: type, normal: Normal, method: str) -> None:
-    """Also if a row has to be computed twice, and if out overlaps the input."""
-    scores = normal(8, 40, dtype=dtype)
-    mask = np.arange(40) % 5 != 2
-    scores[::2, 2] = 2000  # hidden, and larger than all others
-    scores[5, 7] = NAN
-    right = cattn.masked_softmax(scores, mask, method=method)
-    for x in (scores.copy(), np.asfortranarray(scores), np.repeat(scores, 2, axis=1)[:, ::2]):
-        assert cattn.masked_softmax(x, mask, method=method, out=x) is x
-        assert_same_bits(x.copy(), right, "in place")
-    # overlapping, but not the same memory
-    memory = np.zeros((9, 40), dtype)
-    memory[:8] = scores
-    cattn.masked_softmax(memory[:8], mask, method=method, out=memory[1:])
-    assert_same_bits(memory[1:].copy(), right, "shifted by a row")
-
-
-def test_softmax_may_work_in_place(isa: str, dtype: type, normal: Normal) -> None:
-    for axis in (-1, 0, (0, 1), None):
-        x = normal(8, 40, dtype=dtype)
-        right = cattn.softmax(x, axis)
-        assert cattn.softmax(x, axis, out=x) is x
-        assert_same_bits(x, right)
-        x = normal(40, 40, dtype=dtype)
-        right = cattn.softmax(x, axis)
-        cattn.softmax(x, axis, out=x.T)  # every element lands where another one is
-        assert_same_bits(x.T.copy(), right)
-
-
 # ---- random calls --------------------------------------------------------------------------------------------------
 @given(st.data())
 @settings(max_examples=60)
@@ -496,9 +359,184 @@ def test_random_calls_agree_with_the_reference_and_the_yardstick(isa: str, data:
         np.testing.assert_allclose(masked(), reference.masked_softmax(x, mask), rtol=eps, atol=2e-8)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, -1])
-def test_columns_that_are_not_adjacent_give_the_same_bits(step: int, dtype: Any, rng: np.random.Generator) -> None:
-    """The kernels copy adjacent columns together, which must not happen with other strides."""
-    x = rng.standard_normal((5, 40)).astype(dtype)[:, ::step]
-    assert_same_bits(cattn.softmax(x, axis=0), cattn.softmax(x.T.copy()).T)
-    assert_same_bits(cattn.softmax(x[:, 0]), cattn.softmax(x[:, 0].copy()))
+# ---- any axis of masked_softmax --------------------------------------------------------------------------------------
+FOUR = (2, 3, 37, 5)
+MASKED_AXES: list[tuple[tuple[int, ...], Any]] = [
+    ((7,), -1),
+    ((7,), 0),
+    ((7,), None),
+    ((7,), (0,)),
+    ((30, 40), 0),
+    ((30, 40), -2),
+    ((30, 40), None),
+    ((30, 40), (0, 1)),
+    (FOUR, 0),
+    (FOUR, 1),
+    (FOUR, 2),
+    (FOUR, np.int64(-2)),
+    (FOUR, np.array(3)),
+    (FOUR, (1,)),
+    (FOUR, (-1, 1)),
+    (FOUR, (0, 2)),
+    (FOUR, (3, 0, 1)),
+    (FOUR, None),
+    ((2, 3, 1100), 1),
+    ((3, 0), 0),
+    ((0, 3), 0),
+    ((2, 0, 3), (0, 1)),
+    ((3, 1, 4), 1),
+]
+
+
+def tuple_of(axis: Any, ndim: int) -> tuple[int, ...]:
+    axes = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (int(axis),)
+    return tuple(sorted(i % ndim for i in axes))
+
+
+def keys_last(a: np.ndarray, axis: Any) -> np.ndarray:
+    """Return a contiguous array whose last axis has the keys of all axes."""
+    axes = tuple_of(axis, a.ndim)
+    others = [i for i in range(a.ndim) if i not in axes]
+    sizes = [a.shape[i] for i in others]
+    return np.ascontiguousarray(a.transpose(*others, *axes)).reshape(*sizes, a.size // max(int(np.prod(sizes)), 1))
+
+
+def options_for(ndim: int, axis: Any) -> list[dict[str, Any]]:
+    """Return combinations of options; those with positions need an axis for the queries."""
+    options: list[dict[str, Any]] = [{}, {"scale": -2.5}]
+    queries = ndim - len(tuple_of(axis, ndim))
+    if queries:
+        options += [{"is_causal": "upper_left"}, {"is_causal": "lower_right", "scale": 0.5}]
+        options += [{"is_causal": True, "query_offset": 3}, {"is_causal": True, "query_offset": -2}]
+    return options
+
+
+@pytest.mark.parametrize("method", METHODS)
+@looped("shape, axis", MASKED_AXES, ids=str)
+def test_any_axes_agree_with_the_reference_and_have_the_bits_of_the_last_axis(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, shape: tuple[int, ...], axis: Any, method: str
+) -> None:
+    scores, mask = 3 * normal(*shape, dtype=dtype), rng.random(shape) < 0.7
+    for keywords in options_for(len(shape), axis):
+        for shown in (None, mask):
+            call: dict[str, Any] = {**keywords, "method": method}
+            weights = cattn.masked_softmax(scores, shown, axis=axis, **call)
+            assert weights.dtype == dtype
+            right = reference.masked_softmax(scores, shown, axis=axis, **call)
+            np.testing.assert_allclose(weights, right, rtol=100 * np.finfo(dtype).eps, atol=1e-37)
+            moved_mask = None if shown is None else keys_last(shown, axis)
+            last = cattn.masked_softmax(keys_last(scores, axis), moved_mask, **call)
+            assert_same_bits(keys_last(weights, axis), last)
+            out = np.full(shape, NAN, dtype)
+            assert cattn.masked_softmax(scores, shown, axis=axis, out=out, **call) is out
+            assert_same_bits(out, weights)
+
+
+def test_queries_are_on_the_last_of_the_other_axes(dtype: type, normal: Normal) -> None:
+    """Their offsets, one for each batch entry, belong to the axes before them."""
+    scores, offsets = normal(3, 20, 5, dtype=dtype), np.array([0, 4, 11])
+    for axis, order in ((1, (0, 2, 1)), (2, (0, 1, 2))):
+        weights = cattn.masked_softmax(scores, axis=axis, is_causal=True, query_offset=offsets)
+        visible = np.arange(scores.shape[axis]) <= np.arange(scores.shape[3 - axis])[:, None] + offsets[:, None, None]
+        assert ((weights.transpose(order) > 0) == visible).all()
+    first = cattn.masked_softmax(scores, axis=0, is_causal=True, query_offset=np.arange(20))
+    assert_same_bits(
+        first,
+        cattn.masked_softmax(np.moveaxis(scores, 0, -1), is_causal=True, query_offset=np.arange(20)).transpose(2, 0, 1),
+    )
+    with pytest.raises(ValueError, match=r"query_offset has shape \(3,\), which does not broadcast .*\(20,\)"):
+        cattn.masked_softmax(scores, axis=0, is_causal=True, query_offset=offsets)
+
+
+def test_masks_broadcast_in_the_layout_of_the_scores(dtype: type, normal: Normal, rng: np.random.Generator) -> None:
+    scores = normal(2, 3, 20, dtype=dtype)
+    for shape in ((20,), (3, 1), (2, 1, 20), (1, 1, 1), ()):
+        mask = np.asarray(rng.random(shape) < 0.5)  # a single number is taken for a flag
+        for axis in (-1, 1, 0, (0, 2), None):
+            assert_same_bits(
+                cattn.masked_softmax(scores, mask, axis=axis),
+                cattn.masked_softmax(scores, np.broadcast_to(mask, scores.shape).copy(), axis=axis),
+            )
+
+
+@pytest.mark.promise("errors")
+@pytest.mark.parametrize(
+    ("axis", "error", "says"),
+    [
+        (3, ValueError, "axis 3 is out of bounds for scores with 3 dimensions"),
+        (-4, ValueError, "axis -4 is out of bounds for scores with 3 dimensions"),
+        (10**30, ValueError, "is out of bounds for scores with 3 dimensions"),
+        ((0, 3), ValueError, "axis 3 is out of bounds for scores with 3 dimensions"),
+        ((0, 0), ValueError, "axis must name at least one axis, and each once"),
+        ((), ValueError, "axis must name at least one axis, and each once"),
+        (True, TypeError, "axis must be an int, a tuple of ints or None, got True"),
+        (1.0, TypeError, "axis must be an int, a tuple of ints or None, got 1.0"),
+        ("x", TypeError, "axis must be an int, a tuple of ints or None, got 'x'"),
+    ],
+)
+def test_a_wrong_axis_is_refused(axis: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        cattn.masked_softmax(np.ones((2, 3, 4)), axis=axis)
+
+
+def test_an_axis_that_leaves_no_queries_cannot_be_causal() -> None:
+    for scores, axis in ((np.ones(3), 0), (np.ones((2, 3)), None), (np.ones((2, 3)), (0, 1))):
+        with pytest.raises(ValueError, match=r"scores must have at least 2 dimensions .* with is_causal, got 1"):
+            cattn.masked_softmax(scores, axis=axis, is_causal="upper_left")
+    with pytest.raises(ValueError, match="scores must have at least 1 dimension"):
+        cattn.masked_softmax(3.0, axis=None)
+    with pytest.raises(ValueError, match=r"mask has shape \(5,\), which does not broadcast to the scores' shape"):
+        cattn.masked_softmax(np.ones((2, 3)), np.ones(5, bool), axis=(0, 1))
+
+
+def test_an_ambiguous_alignment_warns_along_any_axis() -> None:
+    square, wide = np.ones((3, 4, 4)), np.ones((3, 4, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cattn.masked_softmax(square, axis=1, is_causal=True)
+    for axis in (1, 0):
+        with pytest.warns(cattn.CausalAlignmentWarning) as warned:
+            cattn.masked_softmax(wide, axis=axis, is_causal=True)
+        assert warned[0].filename == __file__
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+def test_softmax_backward_refuses_wrong_shapes() -> None:
+    with pytest.raises(ValueError, match=r"grad_out has shape \(2, 3\), weights has \(3, 2\)"):
+        cattn.softmax_backward(np.ones((2, 3)), np.ones((3, 2)))
+    with pytest.raises(ValueError, match="at least 1 dimension"):
+        cattn.softmax_backward(1.0, 1.0)
+    assert cattn.softmax_backward(np.ones((0, 3)), np.ones((0, 3))).shape == (0, 3)
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (4, 5, 6), (2, 3, 4, 5), (2, 1, 3, 2, 4)], ids=str)
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_softmax_backward_of_halves_goes_along_any_axis(
+    half: np.dtype, shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    """In any number of dimensions: the bits of the float32 call with the axis moved to the end, rounded once."""
+    for axis in range(-len(shape), len(shape)):
+        grad_out = rng.standard_normal(shape).astype(half)
+        weights = cattn.softmax(rng.standard_normal(shape), axis).astype(half)
+        last = [np.ascontiguousarray(np.moveaxis(a.astype(np.float32), axis, -1)) for a in (grad_out, weights)]
+        expected = np.ascontiguousarray(np.moveaxis(cattn.softmax_backward(*last, scale=0.7), -1, axis)).astype(half)
+        assert_same_bits(cattn.softmax_backward(grad_out, weights, axis, scale=0.7), expected, f"axis {axis}")
+        out = np.empty_like(grad_out)
+        assert cattn.softmax_backward(grad_out, weights, axis, scale=0.7, out=out) is out
+        assert_same_bits(out, expected, f"axis {axis}, out")
+        reference = cattn.reference.softmax_backward(*last, scale=0.7)
+        np.testing.assert_allclose(
+            np.moveaxis(expected, axis, -1).astype(np.float64), reference, rtol=2**-7, atol=2**-7
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hidden_weights_have_no_gradient(method: Any, dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    scores, grad_out = (rng.standard_normal((3, 7, 1300)).astype(dtype) for _ in range(2))
+    mask = rng.random((7, 1300)) < 0.5
+    mask[2] = False
+    weights = cattn.masked_softmax(scores, mask, scale=0.7, method=method)
+    grad = cattn.softmax_backward(grad_out, weights, scale=0.7)
+    poisoned = np.where(mask, grad_out, np.asarray(NAN, dtype))
+    assert_same_bits(cattn.softmax_backward(poisoned, weights, scale=0.7), grad)
+    assert (grad[:, ~mask] == 0).all()
