@@ -7,7 +7,7 @@ call must return, or raise a documented exception whose message names an argumen
 written to its output or drawn random numbers. Anything else is a finding.
 
     python fuzz/binding.py [libFuzzer's options] [corpus]   with atheris, as tools/fuzz does
-    from binding import run; run(data)                      one input without atheris: tests/project/test_fuzz.py
+    from binding import run; run(data)                      one input without atheris: tests/project/test_tools.py
 """
 
 from __future__ import annotations

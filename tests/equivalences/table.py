@@ -353,7 +353,7 @@ STARTS = Row(
     .map(lambda drawn: each_entry_has_its_own(boolean(drawn[0]) if "block_mask" in drawn[0] else drawn[0])),
     poisoned=lambda call: [before_the_starts(call, INF)],
     seen=before_starts_only,
-    sums_of_its_own=("entries",),  # test_starts.py has the order
+    sums_of_its_own=("entries",),  # test_options.py has the order
 )  # fmt: skip
 
 

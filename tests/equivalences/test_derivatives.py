@@ -59,7 +59,7 @@ def test_gradients_of_a_bias(row: Row, shape: tuple[int, ...], isa: str) -> None
     if (row.option == "key_value_seq_starts" and entries_share_it) or (
         row.option == "key_indices" and queries_share_it
     ):
-        return  # its gradient is a sum with an order of its own: test_starts.py, docs/bit_contract.md
+        return  # its gradient is a sum with an order of its own: test_options.py, docs/bit_contract.md
     lengths = call["query"].shape[-3 if row is LAYOUT else -2], call["key"].shape[-3 if row is LAYOUT else -2]
     size = shape[:-2] + tuple(own or length for own, length in zip(shape[-2:], lengths, strict=True))
     call |= {"bias": np.random.default_rng(3).standard_normal(size, np.float32), "softcap": 2.0}

@@ -36,7 +36,7 @@ def test_every_layer_has_files() -> None:
     found = Counter(path.relative_to(ROOT).parts[0] for path in FILES)
     assert found["csrc"] > 90
     assert found["python"] > 75
-    assert found["tests"] > 100, "the tests are in folders"
+    assert found["tests"] > 80, "the tests are in folders"
 
 
 def a_layer_includes_only_the_layers_below_it(path: Path) -> None:

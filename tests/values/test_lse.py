@@ -1,4 +1,4 @@
-"""The log-sum-exp in float64 for inputs in float32 and halves: its accuracy, and how the gradients use it."""
+"""The log-sum-exp: in float64 for float32 and halves, its gradient, and a float32 output of halves."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import pytest
 
 import cattn
 from cattn import reference
-from support import HALVES, assert_same_bits, in_contract, quiet, table
+from support import HALVES, INF, NAN, assert_same_bits, in_contract, quiet, table, widened
+from support.derivatives import FIELDS, NAMES, TOLERANCE, arguments, forward, options, qkv
 
 NARROW = [np.dtype(np.float32), *HALVES]
 Call = dict[str, Any]
 
 
-def qkv(dtype: np.dtype, *shapes: tuple[int, ...], seed: int = 0) -> Call:
+def inputs(dtype: np.dtype, *shapes: tuple[int, ...], seed: int = 0) -> Call:
     rng = np.random.default_rng(seed)
     names = ("query", "key", "value")
     return {name: quiet(rng.standard_normal(s), dtype) for name, s in zip(names, shapes, strict=True)}
 
 
-def forward(call: Call, lse: np.ndarray | None = None) -> cattn.AttentionOutput:
+def attend(call: Call, lse: np.ndarray | None = None) -> cattn.AttentionOutput:
     """Attend, with the log-sum-exp written to `lse`."""
     result: cattn.AttentionOutput = cattn.scaled_dot_product_attention(
         **call, return_lse=True, out=cattn.AttentionOutput(lse=lse)
@@ -45,8 +46,8 @@ def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 @pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize("kind", NARROW, ids=str)
 def test_a_float64_lse_is_more_accurate_and_changes_nothing_else(kind: np.dtype, isa: str, path: str) -> None:
-    call = qkv(kind, (2, 3, 50, 20), (2, 3, 60, 20), (2, 3, 60, 9))
-    usual, wide = forward(call), forward(call, np.empty((2, 3, 50)))
+    call = inputs(kind, (2, 3, 50, 20), (2, 3, 60, 20), (2, 3, 60, 9))
+    usual, wide = attend(call), attend(call, np.empty((2, 3, 50)))
     assert usual.lse.dtype == np.float32
     assert_same_bits(wide.out, usual.out)
     assert_same_bits(wide.lse.astype(np.float32), usual.lse)
@@ -62,47 +63,47 @@ def test_a_float64_lse_is_more_accurate_and_changes_nothing_else(kind: np.dtype,
 
 
 def test_every_table_and_number_of_threads_gives_the_same_float64_lse(isa: str) -> None:
-    call = qkv(NARROW[0], (3, 130, 20), (3, 1600, 20), (3, 1600, 9)) | {"sinks": [0.5]}
+    call = inputs(NARROW[0], (3, 130, 20), (3, 1600, 20), (3, 1600, 9)) | {"sinks": [0.5]}
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
-        expected = forward(call, np.empty((3, 130)))
+        expected = attend(call, np.empty((3, 130)))
     for n in (1, 3):
         with cattn.num_threads(n):
-            assert_same(forward(call, np.empty((3, 130)))[:3:2], expected[:3:2])
+            assert_same(attend(call, np.empty((3, 130)))[:3:2], expected[:3:2])
 
 
 def test_the_float64_lse_is_minus_infinity_without_keys_and_nan_with_nan() -> None:
-    call = qkv(NARROW[0], (4, 8), (5, 8), (5, 8)) | {"attn_mask": np.ones((4, 5), bool)}
+    call = inputs(NARROW[0], (4, 8), (5, 8), (5, 8)) | {"attn_mask": np.ones((4, 5), bool)}
     call["attn_mask"][1] = False
     call["query"][2] = np.nan
-    wide = forward(call, np.empty(4))
+    wide = attend(call, np.empty(4))
     assert wide.lse[1] == -np.inf
     assert np.isnan(wide.lse[2])
-    assert_same_bits(wide.lse.astype(np.float32), forward(call).lse)
-    assert_same_bits(backward(call, wide)[0][1:3], backward(call, forward(call))[0][1:3])
+    assert_same_bits(wide.lse.astype(np.float32), attend(call).lse)
+    assert_same_bits(backward(call, wide)[0][1:3], backward(call, attend(call))[0][1:3])
 
 
 @pytest.mark.parametrize("stride", [1, 3, -2])
 def test_a_float64_lse_may_have_any_strides(stride: int) -> None:
     """Nothing is written between its elements. Unaligned elements are refused as output and accepted as input."""
-    call = qkv(NARROW[0], (2, 30, 8), (2, 40, 8), (2, 40, 8))
-    expected = forward(call, np.empty((2, 30)))
+    call = inputs(NARROW[0], (2, 30, 8), (2, 40, 8), (2, 40, 8))
+    expected = attend(call, np.empty((2, 30)))
     room = np.full((2, 30 * abs(stride)), 7.0)
     lse = room[:, ::stride]
-    forward(call, lse)
+    attend(call, lse)
     assert (lse == expected.lse).all()
     assert (room == 7).sum() == room.size - lse.size
     mixed = np.zeros((2, 30), [("pad", np.float32), ("lse", np.float64)])
     with pytest.raises(TypeError, match=r"out\.lse must be aligned"):
-        forward(call, mixed["lse"])
+        attend(call, mixed["lse"])
     assert_same(backward(call, expected._replace(lse=lse)), backward(call, expected))
     assert_same(backward(call, expected._replace(lse=mixed["lse"] + expected.lse)), backward(call, expected))
 
 
 def test_the_lse_of_float64_inputs_is_always_float64() -> None:
-    call = qkv(np.dtype(np.float64), (3, 8), (5, 8), (5, 8))
-    assert_same_bits(forward(call, np.empty(3)).lse, forward(call).lse)
+    call = inputs(np.dtype(np.float64), (3, 8), (5, 8), (5, 8))
+    assert_same_bits(attend(call, np.empty(3)).lse, attend(call).lse)
     with pytest.raises(TypeError, match=r"out\.lse has dtype float32, the result has float64"):
-        forward(call, np.empty(3, np.float32))
+        attend(call, np.empty(3, np.float32))
 
 
 @pytest.mark.promise("log-sum-exp in float64")
@@ -110,8 +111,8 @@ def test_the_lse_of_float64_inputs_is_always_float64() -> None:
 @pytest.mark.parametrize("wide", [np.float64, np.dtype(np.float64), float, np.dtype(">f8")], ids=str)
 def test_return_lse_may_be_its_dtype(kind: np.dtype, wide: Any) -> None:
     """With float64 the bits are those that a float64 array in ``out=`` gets."""
-    call = qkv(kind, (2, 4, 30, 20), (2, 2, 40, 20), (2, 2, 40, 9))
-    expected = forward(call, np.empty((2, 4, 30)))
+    call = inputs(kind, (2, 4, 30, 20), (2, 2, 40, 20), (2, 2, 40, 9))
+    expected = attend(call, np.empty((2, 4, 30)))
     for function in (cattn.scaled_dot_product_attention, cattn.causal_attention):
         call |= {"query_offset": 40} if function is cattn.causal_attention else {}  # all keys are visible
         result = function(**call, return_lse=wide)
@@ -120,14 +121,14 @@ def test_return_lse_may_be_its_dtype(kind: np.dtype, wide: Any) -> None:
         assert_same_bits(result.lse, expected.lse)
     del call["query_offset"]
     compute = np.float64 if kind == np.float64 else np.float32
-    assert_same_bits(cattn.scaled_dot_product_attention(**call, return_lse=compute).lse, forward(call).lse)
+    assert_same_bits(cattn.scaled_dot_product_attention(**call, return_lse=compute).lse, attend(call).lse)
     packed = [np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in call.values()]
     result = cattn.varlen_attention(*packed, [0, 30], [0, 40], return_lse=wide)
     assert_same_bits(np.ascontiguousarray(result.lse), expected.lse[0])
 
 
 def test_return_lse_and_the_array_in_out_must_agree() -> None:
-    call = qkv(NARROW[0], (3, 8), (5, 8), (5, 8))
+    call = inputs(NARROW[0], (3, 8), (5, 8), (5, 8))
     for wanted, given in ((np.float64, np.float32), (np.float32, np.float64)):
         out = cattn.AttentionOutput(lse=np.empty(3, given))
         message = rf"^out\.lse has dtype {np.dtype(given)}, the result has {np.dtype(wanted)}"
@@ -144,12 +145,12 @@ def test_return_lse_and_the_array_in_out_must_agree() -> None:
 ])  # fmt: skip
 def test_other_dtypes_for_return_lse_are_refused(kind: Any, wrong: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        cattn.scaled_dot_product_attention(**qkv(np.dtype(kind), (3, 8), (5, 8), (5, 8)), return_lse=wrong)
+        cattn.scaled_dot_product_attention(**inputs(np.dtype(kind), (3, 8), (5, 8), (5, 8)), return_lse=wrong)
 
 
 def test_return_lse_is_still_a_flag() -> None:
     """Objects that are neither dtypes nor types mean their truth."""
-    call = qkv(NARROW[0], (3, 8), (5, 8), (5, 8))
+    call = inputs(NARROW[0], (3, 8), (5, 8), (5, 8))
     for yes in (True, np.True_, 1, "yes"):
         assert cattn.scaled_dot_product_attention(**call, return_lse=yes).lse.dtype == np.float32  # type: ignore[call-overload]
     for no in (False, np.False_, 0, None, ""):
@@ -175,9 +176,9 @@ def again(call: Call) -> Call:
 @pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_have_the_same_bits_everywhere(name: str, isa: str) -> None:
-    call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
+    call = inputs(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
-        result = forward(again(call), np.empty((2, 3, 130)))
+        result = attend(again(call), np.empty((2, 3, 130)))
         expected = backward(again(call), result)
     for n in (1, 3):
         with cattn.num_threads(n):
@@ -188,8 +189,8 @@ def test_gradients_have_the_same_bits_everywhere(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_float64_lse_rounded_to_float32_gives_the_gradients_of_float32(name: str, kind: np.dtype) -> None:
     """The dtype of lse does not matter, only its numbers."""
-    call = qkv(kind, (2, 3, 60, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
-    usual = forward(again(call))
+    call = inputs(kind, (2, 3, 60, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
+    usual = attend(again(call))
     wide = usual._replace(lse=usual.lse.astype(np.float64))
     assert_same(backward(again(call), wide), backward(again(call), usual))
 
@@ -197,11 +198,11 @@ def test_a_float64_lse_rounded_to_float32_gives_the_gradients_of_float32(name: s
 @pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
 def test_a_float64_lse_makes_gradients_more_accurate(name: str, isa: str) -> None:
-    call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
+    call = inputs(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     grad_out = np.random.default_rng(1).standard_normal((2, 3, 130, 9)).astype(np.float32)
     exact = call | {name: call[name].astype(np.float64) for name in ("query", "key", "value")}
-    right = backward(exact, forward(exact), grad_out.astype(np.float64))
-    usual, wide = (backward(call, forward(call, lse), grad_out) for lse in (None, np.empty((2, 3, 130))))
+    right = backward(exact, attend(exact), grad_out.astype(np.float64))
+    usual, wide = (backward(call, attend(call, lse), grad_out) for lse in (None, np.empty((2, 3, 130))))
 
     def rms(grad: np.ndarray, exact: np.ndarray) -> float:
         return float(np.sqrt(((grad - exact) ** 2).mean()))
@@ -221,14 +222,14 @@ def test_equal_scores_give_equal_weights_even_if_float32_loses_their_number(heig
     """
     x = np.full((n, 4), np.sqrt(abs(height)) / 2, np.float32)
     call = {"query": np.copysign(x, np.float32(height)), "key": x, "value": np.eye(n, dtype=np.float32), "scale": 1.0}
-    result = forward(call, np.empty(n))
+    result = attend(call, np.empty(n))
     np.testing.assert_allclose(result.out, 1 / n, rtol=1e-6)
     wide = backward(call, result)
     if abs(height) < 1e15:  # beyond that, float64 loses log(n) too
         rtol = 4e-7 + np.spacing(abs(height))
         np.testing.assert_allclose(wide[2], 1, rtol=rtol)
         sink = call | {"sinks": [(call["query"] * x).sum(-1, dtype=np.float32)[0]]}
-        grads = backward(sink, forward(sink, np.empty(n)))
+        grads = backward(sink, attend(sink, np.empty(n)))
         np.testing.assert_allclose(grads[2], n / (n + 1), rtol=rtol)
         np.testing.assert_allclose(grads[3], -((n / (n + 1)) ** 2), rtol=n * rtol)
     assert np.isfinite(wide[2]).all()
@@ -237,21 +238,21 @@ def test_equal_scores_give_equal_weights_even_if_float32_loses_their_number(heig
 @pytest.mark.parametrize("lse", [np.inf, -np.inf, np.nan, 1e300, -1e300, 5e-324, -0.0])
 def test_a_float64_lse_beyond_float32_counts_as_its_float32_rounding(lse: float, isa: str) -> None:
     """Infinity, NaN, numbers too large or too small for float32, and -0."""
-    call = qkv(NARROW[0], (5, 4), (7, 4), (7, 4))
-    result = forward(call)._replace(lse=np.full(5, lse))
+    call = inputs(NARROW[0], (5, 4), (7, 4), (7, 4))
+    result = attend(call)._replace(lse=np.full(5, lse))
     rounded = result._replace(lse=quiet(result.lse, np.float32))
     assert_same(backward(call, result), backward(call, rounded))
 
 
 def test_lse_may_be_a_list_but_not_of_another_dtype() -> None:
-    call = qkv(NARROW[0], (3, 4), (5, 4), (5, 4))
-    result = forward(call, np.empty(3))
+    call = inputs(NARROW[0], (3, 4), (5, 4), (5, 4))
+    result = attend(call, np.empty(3))
     assert_same(backward(call, result._replace(lse=result.lse.tolist())), backward(call, result))
     for wrong in (np.float16, np.longdouble, np.complex128):
         with pytest.raises(TypeError, match="lse"):
             backward(call, result._replace(lse=result.lse.astype(wrong)))
     with pytest.raises(TypeError, match=r"out\.lse has dtype float16, the result has float32"):
-        forward(call, np.empty(3, np.float16))
+        attend(call, np.empty(3, np.float16))
 
 
 # ---- layers and PyTorch --------------------------------------------------------------------------------------------
@@ -266,9 +267,268 @@ def test_the_torch_operator_uses_a_float64_lse() -> None:
     torch = pytest.importorskip("torch")
     import cattn.integrations.torch
 
-    call = qkv(NARROW[0], (2, 3, 30, 8), (2, 3, 40, 8), (2, 3, 40, 5))
+    call = inputs(NARROW[0], (2, 3, 30, 8), (2, 3, 40, 8), (2, 3, 40, 5))
     tensors = [torch.from_numpy(a).requires_grad_() for a in call.values()]
     out = cattn.integrations.torch.scaled_dot_product_attention(*tensors)
     grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
-    expected = backward(call, forward(call, np.empty((2, 3, 30))))
+    expected = backward(call, attend(call, np.empty((2, 3, 30))))
     assert_same(tuple(grad.numpy() for grad in grads), expected)
+
+
+# ---- grad_lse --------------------------------------------------------------------------------------------------------
+
+
+def random_gradients(call: Call, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return random gradients of the output and of the log-sum-exp."""
+    rng, result = np.random.default_rng(seed), forward(call)
+    return rng.standard_normal(result.out.shape).astype(result.out.dtype), rng.standard_normal(result.lse.shape)
+
+
+def backward_of_both(call: Call, grad_out: Any, grad_lse: Any, **others: Any) -> cattn.AttentionGradients:
+    result = forward(call)
+    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call, **others)
+
+
+def assert_same_gradients(actual: cattn.AttentionGradients, expected: cattn.AttentionGradients) -> None:
+    for name in FIELDS:
+        if getattr(expected, name) is not None:
+            assert_same_bits(getattr(actual, name), getattr(expected, name), name)
+
+
+def assert_near(actual: cattn.AttentionGradients, expected: Any, rtol: float) -> None:
+    """Assert that each gradient is right up to rtol times its largest number."""
+    for name, a, b in zip(FIELDS, actual, expected, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max(initial=0)), err_msg=name)
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, (2, 4, 101, 20), (2, 2, 210, 20), (2, 2, 210, 9)) | options(rng, 2, 4, 101, 210)[name]
+    grad_out, grad_lse = random_gradients(call)
+    result = reference.scaled_dot_product_attention(**call, return_lse=True)
+    assert isinstance(result, cattn.AttentionOutput)
+    expected = reference.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call)
+    assert_near(backward_of_both(call, grad_out, grad_lse), expected, TOLERANCE[dtype])
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
+    """The loss is the sum of grad_out * out and grad_lse * lse, over the rows with a finite log-sum-exp."""
+    call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4)) | options(rng, 2, 3, 9, 12)[name]
+    grad_out, grad_lse = random_gradients(call)
+    grads = backward_of_both(call, grad_out, grad_lse)
+    for field, array in arguments(call).items():
+        keyword = "attn_mask" if field == "bias" and call.get("bias") is None else field
+        direction = rng.standard_normal(array.shape)
+
+        def along(step: float, keyword: str = keyword, array: Any = array, direction: Any = direction) -> float:
+            result = forward(call | {keyword: array + step * direction})
+            rows = np.isfinite(result.lse)
+            return float((result.out * grad_out).sum() + (result.lse[rows] * grad_lse[rows]).sum())
+
+        h = 2e-4  # two central differences give an error of order h**4
+        near, far = (along(h) - along(-h)) / (2 * h), (along(2 * h) - along(-2 * h)) / (4 * h)
+        terms = getattr(grads, field) * direction
+        assert abs(terms.sum() - (4 * near - far) / 3) <= 1e-7 * (1 + np.abs(terms).sum() ** 0.5), field
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("name", ["plain", "causal", "mask", "groups", "sinks", "softcap"])
+def test_autograd_of_torch_agrees_on_a_z_loss(name: str, rng: np.random.Generator) -> None:
+    """The loss is a linear function of the output, and 0.1 times the mean square of the log-sum-exp."""
+    torch = pytest.importorskip("torch")
+    kv_heads = 2 if name == "groups" else 4
+    call = qkv(rng, np.float64, (2, 4, 110, 16), (2, kv_heads, 110, 16), (2, kv_heads, 110, 8))
+    call |= {"causal": {"is_causal": True}, "mask": {"attn_mask": rng.random((2, 1, 110, 110)) < 0.5},
+             "sinks": {"sinks": rng.standard_normal(4)}, "softcap": {"softcap": 1.5}}.get(name, {})  # fmt: skip
+    result = forward(call)
+    grad_out = rng.standard_normal(result.out.shape)
+    grads = backward_of_both(call, grad_out, 0.2 * result.lse / result.lse.size)
+
+    leaves = {n: torch.tensor(a, requires_grad=True) for n, a in arguments(call).items()}
+    key, value = (leaves[n].repeat_interleave(4 // kv_heads, dim=1) for n in ("key", "value"))
+    scores = leaves["query"] @ key.mT / 4
+    if name == "softcap":
+        scores = 1.5 * torch.tanh(scores / 1.5)
+    if name == "causal":
+        scores = scores.masked_fill(torch.ones(110, 110, dtype=torch.bool).triu(1), -INF)
+    if name == "mask":
+        scores = scores.masked_fill(~torch.tensor(call["attn_mask"]), -INF)
+    if name == "sinks":
+        scores = torch.cat([scores, leaves["sinks"][:, None, None].expand(2, 4, 110, 1)], dim=-1)
+    out = torch.softmax(scores, dim=-1)[..., :110] @ value
+    ((out * torch.tensor(grad_out)).sum() + 0.1 * (torch.logsumexp(scores, dim=-1) ** 2).mean()).backward()
+    for n, leaf in leaves.items():
+        np.testing.assert_allclose(getattr(grads, n), leaf.grad.numpy(), rtol=1e-11, atol=1e-11, err_msg=n)
+
+
+@pytest.mark.promise("rows without keys")
+@pytest.mark.parametrize("wrong", [NAN, INF])
+def test_rows_without_keys_have_gradient_zero(wrong: float, dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    mask = rng.random((40, 50)) < 0.5
+    mask[3] = False
+    call = qkv(rng, dtype, (2, 40, 8), (2, 50, 8), (2, 50, 8)) | {"attn_mask": mask}
+    grad_out, grad_lse = random_gradients(call)
+    clean = backward_of_both(call, grad_out, grad_lse)
+    assert (clean.query[:, 3] == 0).all()
+    grad_lse[:, 3] = wrong
+    assert_same_gradients(backward_of_both(call, grad_out, grad_lse), clean)
+
+
+def test_the_lse_of_a_row_without_keys_is_the_sink(dtype: Any, isa: str) -> None:
+    """Its derivative with respect to the sink is 1. The gradient of its output does not count."""
+    call: Call = {n: np.ones((3, 2), dtype) for n in ("query", "key", "value")}
+    call |= {"attn_mask": np.zeros((3, 3), bool), "sinks": [0.5]}
+    grads = backward_of_both(call, np.full((3, 2), NAN, dtype), [1.0, 2.0, 4.0])
+    assert grads.sinks.tolist() == [7.0]
+    assert not any(g.any() for g in grads[:3])
+    call["sinks"] = [-INF]
+    assert backward_of_both(call, np.ones((3, 2), dtype), [1.0, 2.0, NAN]).sinks.tolist() == [0.0]
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+def everything(rng: np.random.Generator, dtype: Any) -> Call:
+    call = qkv(rng, dtype, (2, 4, 201, 11), (2, 2, 400, 11), (2, 2, 400, 19))
+    every = options(rng, 2, 4, 201, 400)
+    for name in ("bias of all", "softcap", "slopes", "sinks", "dropout"):
+        call |= every[name]
+    return call | {"is_causal": True, "window_size": (150, 90), "query_offset": 199}
+
+
+def test_a_gradient_of_zero_has_the_bits_of_none(dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    call = everything(rng, dtype)
+    grad_out, grad_lse = random_gradients(call)
+    assert_same_gradients(
+        backward_of_both(call, grad_out, np.zeros_like(grad_lse)), backward_of_both(call, grad_out, None)
+    )
+    assert (backward_of_both(call, grad_out, grad_lse).query != backward_of_both(call, grad_out, None).query).any()
+
+
+@pytest.mark.promise("gradients' bits")
+def test_every_table_and_number_of_threads_gives_the_same_bits(dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    call = everything(rng, dtype)
+    grad_out, grad_lse = random_gradients(call)
+    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
+        expected = backward_of_both(call, grad_out, grad_lse)
+    for n in (1, 3):
+        with cattn.num_threads(n):
+            assert_same_gradients(backward_of_both(call, grad_out, grad_lse), expected)
+
+
+def test_strides_and_dtypes_of_grad_lse_change_no_bit(dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, (2, 3, 50, 20), (2, 3, 70, 20), (2, 3, 70, 18))
+    grad_out, grad_lse = random_gradients(call)
+    grad_lse = quiet(grad_lse, np.float16)
+    grad_lse[...] = grad_lse[:, :1]
+    expected = backward_of_both(call, grad_out, grad_lse.astype(np.float64))
+    wide = np.zeros((50, 3, 2), np.float64)[::-1].T
+    wide[...] = grad_lse
+    for other in (
+        grad_lse,
+        grad_lse.astype(np.float32),
+        grad_lse.tolist(),
+        wide,
+        np.broadcast_to(grad_lse[:, :1], (2, 3, 50)),
+        grad_lse.astype(">f8"),
+    ):
+        assert_same_gradients(backward_of_both(call, grad_out, other), expected)
+
+
+def test_a_float64_gradient_keeps_its_digits() -> None:
+    """grad_lse cancels the sum of grad_out * out, which it could not do if it was rounded to float32 first."""
+    one, grad_lse = np.ones((1, 1), np.float32), [2**20 + 1 + 2**-20]
+    call: Call = {"query": one, "key": np.ones((2, 1), np.float32), "value": np.array([[0], [2**21 + 2]], np.float32)}
+    assert forward(call).out.item() == 2**20 + 1
+    assert backward_of_both(call, one, grad_lse).key[0].item() == 2**-21
+    assert backward_of_both(call, one, np.array(grad_lse, np.float32)).key[0].item() == 0
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
+    call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5)) | {"sinks": np.ones(4, np.float32)}
+    result = forward(call)
+    grad_out, grad_lse = random_gradients(call)
+    halves = backward_of_both(call, grad_out, grad_lse)
+    floats = cattn.attention_backward(
+        quiet(grad_out, np.float32), out=quiet(result.out, np.float32), lse=result.lse, grad_lse=grad_lse,
+        **widened(call),
+    )  # fmt: skip
+    for name, ours, wide in zip(FIELDS, halves, floats, strict=True):
+        if wide is not None:
+            assert_same_bits(ours, quiet(wide, half) if name in ("query", "key", "value") else wide, name)
+
+
+# ---- a float32 output of halves ------------------------------------------------------------------------------------
+def unrounded(call: Call) -> np.ndarray:
+    out: np.ndarray = forward(widened(call)).out
+    return out
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_a_float32_output_gives_the_bits_of_a_float32_call(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
+    call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5)) | {"sinks": np.ones(4, np.float32)}
+    call |= {"is_causal": "lower_right", "bias": rng.standard_normal((110, 210)).astype(np.float32)}
+    result, out = forward(call), unrounded(call)
+    assert_same_bits(quiet(out, half), result.out)
+    grad_out, grad_lse = random_gradients(call)
+    common = {"lse": result.lse, "grad_lse": grad_lse}
+    wide = cattn.attention_backward(quiet(grad_out, np.float32), out=out, **common, **widened(call))
+    expected = wide._replace(**{name: quiet(getattr(wide, name), half) for name in ("query", "key", "value")})
+    for n in (1, 3):
+        with cattn.num_threads(n):
+            assert_same_gradients(cattn.attention_backward(grad_out, out=out, **common, **call), expected)
+    strided = np.repeat(out, 3, axis=-1)[:, ::-1, :, ::3][:, ::-1]
+    assert_same_gradients(cattn.attention_backward(grad_out, out=strided, **common, **call), expected)
+    rounded = quiet(result.out, np.float32)
+    assert_same_gradients(
+        cattn.attention_backward(grad_out, out=rounded, **common, **call),
+        cattn.attention_backward(grad_out, out=result.out, **common, **call),
+    )
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_a_float32_output_makes_gradients_more_exact(half: np.dtype, rng: np.random.Generator) -> None:
+    """Only the sums of grad_out * out gain, so the values have a large mean, which those sums subtract."""
+    call = qkv(rng, half, (3, 60, 16), (3, 80, 16), (3, 80, 16))
+    call["value"] = quiet(call["value"].astype(np.float32) + 4, half)
+    grad_out = quiet(rng.standard_normal((3, 60, 16)), half)
+    result, exact = forward(call), {name: array.astype(np.float64) for name, array in call.items()}
+    expected = backward_of_both(exact, grad_out.astype(np.float64), None)
+
+    def error(out: np.ndarray, name: str) -> float:
+        grads = cattn.attention_backward(grad_out, out=out, lse=result.lse, **call)
+        right = getattr(expected, name)
+        return float(np.sqrt(((getattr(grads, name).astype(np.float64) - right) ** 2).mean()))
+
+    for name in ("query", "key"):
+        assert error(unrounded(call), name) < error(result.out, name) / 2
+
+
+@pytest.mark.parametrize(("dtype", "out", "wanted"), [
+    (np.float16, np.float64, "float16"), (np.float32, np.float64, "float32"), (np.float32, np.float16, "float32"),
+])  # fmt: skip
+def test_an_output_of_another_dtype_is_refused(dtype: Any, out: Any, wanted: str) -> None:
+    call: Call = {n: np.ones((5, 4), dtype) for n in ("query", "key", "value")}
+    message = rf"^out has dtype {np.dtype(out)}, the forward pass gives {wanted}: pass out\.astype\('{wanted}'\)"
+    with pytest.raises(TypeError, match=message):
+        cattn.attention_backward(call["query"], out=np.ones((5, 4), out), lse=np.ones(5, np.float32), **call)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("grad_lse", "error", "message"),
+    [
+        (np.ones((2, 5, 1)), ValueError, r"grad_lse has shape \(2, 5, 1\), the log-sum-exp has \(2, 5\)"),
+        (np.ones(5), ValueError, r"grad_lse has shape \(5,\), the log-sum-exp has \(2, 5\)"),
+        (1.0, ValueError, r"grad_lse has shape \(\), the log-sum-exp has \(2, 5\)"),
+        (np.ones((2, 5), complex), TypeError, "grad_lse has dtype complex128"),
+    ],
+)
+def test_wrong_gradients_are_refused(grad_lse: Any, error: type[Exception], message: str) -> None:
+    call: Call = {n: np.ones((2, 5, 4), np.float32) for n in ("query", "key", "value")}
+    with pytest.raises(error, match=message):
+        backward_of_both(call, np.ones((2, 5, 4), np.float32), grad_lse)
