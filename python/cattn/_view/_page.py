@@ -18,10 +18,7 @@ from .._plot import as_text, plot_attention
 from ._contents import FIELDS, Statistics, Weights, _largest_of_blocks
 
 # In the order in which their classes build on each other.
-SCRIPTS = (
-    *("numbers", "colours", "grids", "page", "heatmap", "text", "strips", "forms"),
-    *("view", "weights", "statistics", "main"),
-)
+SCRIPTS = ("data", "page", "heatmap", "forms", "view", "weights", "statistics")
 PIXELS_PER_INCH = 80  # of the picture on a page
 MOST_PANELS = 6  # of the picture; more heads are drawn on one sheet
 MOST_CELLS = 256  # of a panel, along one axis
