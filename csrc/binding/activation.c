@@ -7,8 +7,8 @@ struct call {
     struct binding_state *state;
     struct cattn_activation_params *params;
     PyArrayObject *inputs[N_INPUTS]; /* owned; GRAD may be NULL */
+    struct cattn_array *x;           /* frozen */
     int type, own_nd;                /* of x and the result */
-    int64_t dims[NPY_MAXDIMS];       /* of x */
     struct cattn_output output;
 };
 
@@ -23,29 +23,10 @@ static bool parse_approximate(struct binding_state *state, PyObject *object, enu
 }
 
 /* An axis of one element has any stride. */
-static void take_tensor(const struct call *call, struct cattn_tensor *tensor, PyArrayObject *array) {
-    const int nd = call->params->n_batch_dims + 1;
-    cattn_tensor_rows(tensor, array, nd, nd - 1);
+static void view(const struct call *call, struct cattn_tensor *tensor, const struct cattn_array *array) {
+    cattn_view_rows(tensor, array, call->x->nd, call->x->nd - 1);
     if (call->params->n_cols == 1)
         tensor->col = 1;
-}
-
-/* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. A 0-d
- * array is one element in a row. */
-static void take_inputs(struct call *call) {
-    struct cattn_activation_params *params = call->params;
-    cattn_clear_activation(params);
-    params->dtype = cattn_arg_dtype(call->type);
-    params->storage = cattn_arg_storage(call->type);
-    const int nd = call->own_nd > 0 ? call->own_nd : 1;
-    if (call->own_nd == 0)
-        call->dims[0] = 1;
-    params->n_batch_dims = nd - 1;
-    params->n_cols = call->dims[nd - 1];
-    params->n_rows = cattn_take_rows(nd, call->dims, nd - 1, params->batch_shape);
-    take_tensor(call, &params->x, call->inputs[X]);
-    if (call->inputs[GRAD] != NULL)
-        take_tensor(call, &params->grad, call->inputs[GRAD]);
 }
 
 /* grad: NULL in the forward pass */
@@ -57,11 +38,19 @@ static bool parse_inputs(struct call *call, PyObject *x, PyObject *grad) {
     call->type = cattn_arg_promote(call->state, call->inputs, N_INPUTS, "grad_out and x");
     if (call->type < 0)
         return false;
-    call->own_nd = PyArray_NDIM(call->inputs[X]);
-    cattn_take_dims(call->dims, call->inputs[X]);
-    if (grad != NULL && !cattn_arg_has_shape(call->inputs[GRAD], "grad_out", "x", call->own_nd, call->dims))
+    struct cattn_activation_params *params = call->params;
+    cattn_clear_activation(params);
+    call->own_nd = cattn_freeze_rows(call->inputs[X], "x", call->x);
+    CATTN_FILL_ROWS(params, call->x, call->type, call->x->nd - 1);
+    params->storage = cattn_arg_storage(call->type);
+    view(call, &params->x, call->x);
+    if (grad == NULL)
+        return true;
+    struct cattn_array frozen;
+    cattn_freeze(call->inputs[GRAD], "grad_out", &frozen);
+    if (!cattn_check_shape(cattn_python, &frozen, "x", call->own_nd, call->x->dims))
         return false;
-    take_inputs(call);
+    view(call, &params->grad, &frozen);
     return true;
 }
 
@@ -70,13 +59,15 @@ static bool make_output(struct call *call, PyObject *out) {
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = call->type,
                                            .nd = call->own_nd,
-                                           .dims = call->dims,
+                                           .dims = call->x->dims,
                                            .inputs = call->inputs,
                                            .n_inputs = N_INPUTS,
                                            .in_place = call->inputs[in_gradient ? GRAD : X]};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
-    take_tensor(call, &call->params->out, call->output.array);
+    struct cattn_array frozen;
+    cattn_freeze(call->output.array, "out", &frozen);
+    view(call, &call->params->out, &frozen);
     return true;
 }
 
@@ -85,7 +76,8 @@ CATTN_DEFINE_RUN(run, cattn_activate, cattn_activation_params)
 /* grad: NULL in the forward pass */
 static PyObject *activate(struct binding_state *state, enum cattn_activation which, PyObject **args, PyObject *grad) {
     struct cattn_activation_params params;
-    struct call call = {.state = state, .params = &params};
+    struct cattn_array x;
+    struct call call = {.state = state, .params = &params, .x = &x};
     PyObject *result = NULL;
     if (parse_inputs(&call, args[ACTIVATION_x], grad) && make_output(&call, args[ACTIVATION_out])) {
         params.which = which;

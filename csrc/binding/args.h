@@ -35,8 +35,6 @@ bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);
 bool cattn_ready(const struct binding_state *state);
 /* A shape as Python shows it, a new reference. */
 PyObject *cattn_shape_tuple(int nd, const int64_t *dims);
-/* A shape in a message. */
-struct cattn_shape_text cattn_shape_of(PyArrayObject *array);
 
 /* ---- numbers, flags and words ---- */
 
@@ -79,18 +77,16 @@ PyArrayObject *cattn_new_integers(const struct cattn_array *array);
 int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names);
 /* Converts them to that type and returns it, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
-/* ValueError unless an array still has this type and a layout that kernels can read. Arrays are checked again where
- * Python code may have run since they were taken, right before their shapes and strides are read; `names` as above. */
+/* ValueError unless an array still has this type and a layout that kernels can read, where Python code may have run
+ * since it was taken; `names` as above. */
 bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names);
+/* cattn_freeze of such an array; of NULL, the copy has no data. */
+bool cattn_freeze_unchanged(PyArrayObject *array, int type, const char *names, const char *name,
+                            struct cattn_array *frozen);
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
 void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted);
-/* Copies the sizes. An array without axes may have no list of them, and memcpy takes no NULL. */
-static inline void cattn_take_dims(int64_t *dims, PyArrayObject *array) {
-    for (int axis = 0; axis < PyArray_NDIM(array); axis++)
-        dims[axis] = PyArray_DIM(array, axis);
-}
 /* Copies the elements of an array to another one of the same shape, piece by piece: signals are handled between two
  * pieces. The two share no memory, or are the same elements. */
 bool cattn_copy_into(PyArrayObject *to, PyArrayObject *from);
@@ -113,13 +109,11 @@ PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object
                                    const int64_t *dims, const char *meaning);
 /* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
-/* ValueError unless the array has this shape, the shape of `whose`. */
-bool cattn_arg_has_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const int64_t *dims);
 
 /* ---- strides in elements ---- */
 /* cattn_view of an array. */
 void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
-/* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others are batch axes. nd >= 1. */
+/* cattn_view_rows of an array. */
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
 
 /* ---- quantized arrays ---- */
@@ -132,7 +126,6 @@ bool cattn_arg_take_quantized(const struct binding_state *state, PyObject *objec
                               PyArrayObject **array, PyArrayObject **scale, enum cattn_storage *storage);
 /* ValueError unless a scale broadcasts to the shape of its array. */
 bool cattn_check_scale_shape(const struct cattn_array *scale, const struct cattn_array *array);
-bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose);
 /* Replaces such an array by its elements times their scales, rounded to float32, as float64. */
 bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,
                           const char *scale_name);
@@ -240,6 +233,13 @@ enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_
 
 /* ---- row-wise functions ---- */
 
+/* cattn_freeze of an array of rows: one without axes is one element in a row. Returns the number of its own axes. */
+int cattn_freeze_rows(PyArrayObject *array, const char *name, struct cattn_array *frozen);
+/* Fills in what the params of all these functions have, for rows along an axis of a frozen array. */
+#define CATTN_FILL_ROWS(params, array, type, axis)                                                                     \
+    ((params)->dtype = cattn_arg_dtype(type), (params)->n_batch_dims = (array)->nd - 1,                                \
+     (params)->n_cols = (array)->dims[axis],                                                                           \
+     (params)->n_rows = cattn_take_rows((array)->nd, (array)->dims, axis, (params)->batch_shape))
 /* Copies the sizes of all axes but one, and returns the number of rows along that one: 0 in an empty array, whose other
  * sizes may have a product that is too large. */
 int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape);

@@ -177,6 +177,27 @@ bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names) {
            error_changed(names);
 }
 
+bool cattn_freeze_unchanged(PyArrayObject *array, int type, const char *names, const char *name,
+                            struct cattn_array *frozen) {
+    frozen->data = NULL;
+    if (!cattn_arg_unchanged(array, type, names))
+        return false;
+    if (array != NULL)
+        cattn_freeze(array, name, frozen);
+    return true;
+}
+
+int cattn_freeze_rows(PyArrayObject *array, const char *name, struct cattn_array *frozen) {
+    cattn_freeze(array, name, frozen);
+    const int own = frozen->nd;
+    if (own == 0) {
+        frozen->nd = 1;
+        frozen->dims[0] = 1;
+        frozen->strides[0] = 0;
+    }
+    return own;
+}
+
 int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names) {
     int type = -1;
     bool unlike = false; /* both float16 and bfloat16 */
@@ -215,18 +236,6 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
             return -1;
     }
     return type;
-}
-
-struct cattn_shape_text cattn_shape_of(PyArrayObject *array) {
-    struct cattn_array frozen;
-    cattn_freeze(array, "", &frozen);
-    return cattn_show_shape(frozen.nd, frozen.dims);
-}
-
-bool cattn_arg_has_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const int64_t *dims) {
-    struct cattn_array frozen;
-    cattn_freeze(array, name, &frozen);
-    return cattn_check_shape(cattn_python, &frozen, whose, nd, dims);
 }
 
 /* The two shapes of a mask that people pass in the wrong layout: (batch, keys), and one whose last axis has the size of
@@ -389,11 +398,6 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
 
 /* ---- strides in elements ---- */
 
-/* Strides are whole elements, so the shift is exact; compilers shift negative numbers arithmetically. */
-static int64_t stride_of(PyArrayObject *array, int axis, int shift) {
-    return axis >= 0 && PyArray_DIM(array, axis) != 1 ? (int64_t)PyArray_STRIDE(array, axis) >> shift : 0;
-}
-
 void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes) {
     struct cattn_array frozen;
     cattn_freeze(array, "", &frozen);
@@ -409,12 +413,7 @@ int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batc
 }
 
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis) {
-    const int shift = log2_itemsize(array), missing = nd - PyArray_NDIM(array);
-    tensor->data = data_of(array);
-    tensor->head = tensor->row = 0;
-    tensor->col = stride_of(array, col_axis - missing, shift);
-    for (int axis = 0, batch = 0; axis < nd; axis++) {
-        if (axis != col_axis)
-            tensor->batch[batch++] = stride_of(array, axis - missing, shift);
-    }
+    struct cattn_array frozen;
+    cattn_freeze(array, "", &frozen);
+    cattn_view_rows(tensor, &frozen, nd, col_axis);
 }

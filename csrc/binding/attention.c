@@ -17,11 +17,11 @@ enum cattn_stage {
 
 /* ---- outputs ---- */
 
-static const char *const output_names[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
+static const struct cattn_result_row OUTPUTS[N_OUTPUTS] = {
+    {"out", "NTD", STORED}, {"weights", "NTL", STORED}, {"lse", "NT", COMPUTED}, {"dropout_mask", "NTS", MASK}};
 
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
-    const char *const *fields = output_names;
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
@@ -40,7 +40,7 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
         if (given[i] != Py_None && !call->wants[i])
             return cattn_raise(PyExc_ValueError,
                                "out has an array for %s, but return_%s is not asked for: pass return_%s=True",
-                               fields[i], fields[i], fields[i]);
+                               OUTPUTS[i].name, OUTPUTS[i].name, OUTPUTS[i].name);
     }
     return true;
 }
@@ -74,14 +74,9 @@ static int lse_type(struct cattn_call *call, PyObject *given) {
     return call->params->double_lse ? NPY_DOUBLE : call->compute_type;
 }
 
-/* NumPy's type number and the shape of an output, for which the caller gave this object or NULL. Returns its number of
- * axes. */
-static int shape_output(struct cattn_call *call, int which, PyObject *given, int *type, int64_t *dims) {
-    const bool of_pairs = which == WEIGHTS || which == DROPOUT_MASK;
-    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    dims[call->shape.nd - 1] = which == OUT ? call->params->d_v : call->weight_cols; /* of the call it is T_k */
-    *type = which == LSE ? lse_type(call, given) : which == DROPOUT_MASK ? NPY_BOOL : call->stored_type;
-    return of_pairs ? call->shape.nd : cattn_call_shape(call, which == LSE ? call->shape.nd - 1 : call->shape.nd, dims);
+/* NumPy's type number of an output, for which the caller gave this object or NULL. */
+static int output_type(struct cattn_call *call, int which, PyObject *given) {
+    return which == LSE ? lse_type(call, given) : OUTPUTS[which].kind == MASK ? NPY_BOOL : call->stored_type;
 }
 
 __attribute__((noinline)) static bool make_outputs(struct cattn_call *call, PyObject *const *given,
@@ -92,30 +87,22 @@ __attribute__((noinline)) static bool make_outputs(struct cattn_call *call, PyOb
         if (!call->wants[i])
             continue;
         int64_t dims[NPY_MAXDIMS];
-        int type;
-        const int nd = shape_output(call, i, given[i], &type, dims);
+        struct cattn_array frozen;
         const struct cattn_output_spec spec = {.name = names[i],
-                                               .type = type,
-                                               .nd = nd,
+                                               .type = output_type(call, i, given[i]),
+                                               .nd = cattn_result_shape(&call->shape, params, OUTPUTS[i].axes, dims),
                                                .dims = dims,
                                                .inputs = call->inputs,
                                                .n_inputs = N_ATTENTION_OPERANDS};
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
-        if (i == OUT)
-            cattn_call_view_new(call, call->outputs[i].array, tensors[i]);
-        else
-            cattn_tensor_from(tensors[i], call->outputs[i].array, call->shape.n_batch_dims,
-                              i == LSE ? call->axes & ~CATTN_AXIS_COL : call->axes);
+        cattn_freeze(call->outputs[i].array, names[i], &frozen);
+        cattn_result_view(&call->shape, OUTPUTS[i].axes, &frozen, tensors[i]);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
         }
     }
-    if (params->d_v == 1)
-        params->out.col = 1;
-    if (call->weight_cols == 1)
-        params->weights.col = params->dropout_mask.col = 1;
     return true;
 }
 
@@ -411,12 +398,11 @@ static PyObject *describe_outputs(struct cattn_call *call) {
         if (!call->wants[i])
             continue;
         int64_t dims[NPY_MAXDIMS];
-        int type;
-        const int nd = shape_output(call, i, NULL, &type, dims);
+        const int nd = cattn_result_shape(&call->shape, call->params, OUTPUTS[i].axes, dims);
         PyObject *shape = cattn_shape_tuple(nd, dims), *output = NULL;
         if (shape != NULL)
-            output = Py_BuildValue("(NN)", shape, (PyObject *)PyArray_DescrFromType(type));
-        if (output == NULL || PyDict_SetItemString(outputs, output_names[i], output) < 0)
+            output = Py_BuildValue("(NN)", shape, (PyObject *)PyArray_DescrFromType(output_type(call, i, NULL)));
+        if (output == NULL || PyDict_SetItemString(outputs, OUTPUTS[i].name, output) < 0)
             Py_CLEAR(outputs);
         Py_XDECREF(output);
     }

@@ -21,22 +21,17 @@ void cattn_call_view(const struct cattn_call *call, const struct cattn_array *ar
     }
 }
 
-void cattn_call_view_new(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor) {
+PyArrayObject *cattn_call_new(const struct cattn_call *call, const char *axes, int type, bool zeros,
+                              struct cattn_tensor *tensor) {
+    int64_t dims[NPY_MAXDIMS];
     struct cattn_array frozen;
-    cattn_freeze(array, "the result", &frozen);
-    cattn_call_view(call, &frozen, tensor);
-}
-
-int cattn_call_shape(const struct cattn_call *call, int nd, int64_t *dims) {
-    if (call->shape.tokens_first && nd == call->shape.nd) {
-        const int64_t heads = dims[nd - 3];
-        dims[nd - 3] = dims[nd - 2];
-        dims[nd - 2] = heads;
+    const int nd = cattn_result_shape(&call->shape, call->params, axes, dims);
+    PyArrayObject *array = (zeros ? cattn_new_zeros : cattn_new_array)(nd, dims, type);
+    if (array != NULL) {
+        cattn_freeze(array, "the result", &frozen);
+        cattn_result_view(&call->shape, axes, &frozen, tensor);
     }
-    if (call->packed == NULL)
-        return nd;
-    memmove(dims, dims + 1, (size_t)(nd - 1) * sizeof *dims);
-    return nd - 1;
+    return array;
 }
 
 /* Takes query, key and value in their own types, and the scales of a cattn.Quantized, whose storage `quantized`
@@ -146,14 +141,9 @@ static bool freeze_inputs(const struct cattn_call *call, const enum cattn_storag
         const bool is_quantized = quantized[i] && call->stored_type != NPY_DOUBLE;
         const int own = !is_quantized ? call->stored_type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
         PyArrayObject *scale = is_quantized ? call->inputs[scale_of(i)] : NULL;
-        inputs[i].data = scales[i].data = NULL;
-        if (!cattn_arg_unchanged(call->inputs[i], own, names) ||
-            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, scale_name(i))))
+        if (!cattn_freeze_unchanged(call->inputs[i], own, names, name_of(i), &inputs[i]) ||
+            !cattn_freeze_unchanged(scale, NPY_FLOAT, scale_name(i), scale_name(i), &scales[i]))
             return false;
-        if (call->inputs[i] != NULL)
-            cattn_freeze(call->inputs[i], name_of(i), &inputs[i]);
-        if (scale != NULL)
-            cattn_freeze(scale, scale_name(i), &scales[i]);
     }
     return true;
 }
@@ -356,7 +346,7 @@ static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, stru
     for (int axis = 0; axis < call->shape.nd - 1; axis++)
         dims[axis] = call->shape.dims[axis];
     dims[call->shape.nd - 1] = given->nd > 0 ? given->dims[given->nd - 1] : 1;
-    call->weight_cols = dims[call->shape.nd - 1];
+    call->shape.listed = dims[call->shape.nd - 1];
     if (!cattn_check_broadcast(door, given, call->shape.nd, dims, "the queries' shape, with n keys for each,", ""))
         return false;
     PyArrayObject *own = call->inputs[OPERAND_key_indices] = cattn_new_integers(given);
@@ -366,7 +356,6 @@ static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, stru
 /* key_indices: the keys that each query sees, (..., T_q, n). */
 static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     struct cattn_attention_params *params = call->params;
-    call->weight_cols = call->shape.dims[call->shape.nd - 1];
     if (object == Py_None)
         return true;
     struct cattn_array given;
@@ -377,14 +366,14 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     if (!copied)
         return false;
     cattn_tensor_from(&params->key_indices, call->inputs[OPERAND_key_indices], call->shape.n_batch_dims, call->axes);
-    params->n_indices = call->weight_cols;
+    params->n_indices = call->shape.listed;
     params->own_head_lists = call->shape.has_heads && given.nd >= 3 && given.dims[given.nd - 3] > 1;
     params->own_row_lists = given.nd >= 2 && given.dims[given.nd - 2] > 1;
     if (cattn_attention_counts_fit(params))
         return true;
     return cattn_raise(PyExc_ValueError,
                        "key_indices names %zd keys for each query, which is too large for these arrays",
-                       (Py_ssize_t)call->weight_cols);
+                       (Py_ssize_t)call->shape.listed);
 }
 
 /* Refuses slopes and dropout, which depend on a key's index in the whole array. */

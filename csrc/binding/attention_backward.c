@@ -21,23 +21,12 @@ struct backward {
 
 /* ---- gradients ---- */
 
-/* The core writes the gradient of the query once, and adds to the others. */
-static bool make_gradient(struct backward *b, int i, int nd, const int64_t *dims, struct cattn_tensor *tensor,
-                          int axes) {
-    b->gradients[i] = (i == GRAD_QUERY ? cattn_new_array : cattn_new_zeros)(nd, dims, b->call.compute_type);
+/* The core writes the gradient of the query once, and adds to the others. This one has a shape of its own. */
+static bool make_sum(struct backward *b, int i, int nd, const int64_t *dims, struct cattn_tensor *tensor, int axes) {
+    b->gradients[i] = cattn_new_zeros(nd, dims, b->call.compute_type);
     if (b->gradients[i] == NULL)
         return false;
     cattn_tensor_from(tensor, b->gradients[i], b->call.shape.n_batch_dims, axes);
-    return true;
-}
-
-/* The gradient of query, key or value, which has the shape of the call. */
-static bool make_input_gradient(struct backward *b, int i, const int64_t *shape, struct cattn_tensor *tensor) {
-    int64_t dims[NPY_MAXDIMS];
-    memcpy(dims, shape, (size_t)b->call.shape.nd * sizeof *dims);
-    if (!make_gradient(b, i, cattn_call_shape(&b->call, b->call.shape.nd, dims), dims, tensor, b->call.axes))
-        return false;
-    cattn_call_view_new(&b->call, b->gradients[i], tensor);
     return true;
 }
 
@@ -54,36 +43,33 @@ static bool make_bias_gradient(struct backward *b) {
     else if (one_col && call->params->seqlen_k != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_COLS;
     else
-        return make_gradient(b, GRAD_BIAS, own, bias->dims, &b->params.grad_bias, call->axes);
+        return make_sum(b, GRAD_BIAS, own, bias->dims, &b->params.grad_bias, call->axes);
     int64_t dims[NPY_MAXDIMS];
     memcpy(dims, call->shape.dims, (size_t)nd * sizeof *dims);
     dims[b->params.bias_sum == CATTN_BIAS_SUM_ROWS ? nd - 2 : nd - 1] = 1;
-    return make_gradient(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, call->axes);
+    return make_sum(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, call->axes);
 }
 
 static bool make_gradients(struct backward *b) {
+    static const char *const axes[] = {[GRAD_QUERY] = "NTH", [GRAD_KEY] = "KSH", [GRAD_VALUE] = "KSD"};
+    struct cattn_tensor *const tensors[] = {&b->params.grad_query, &b->params.grad_key, &b->params.grad_value};
     const struct cattn_call *call = &b->call;
-    const struct cattn_attention_params *params = call->params;
-    const int nd = call->shape.nd;
+    const int n_batch_dims = call->shape.n_batch_dims;
+    for (int i = GRAD_QUERY; i <= GRAD_VALUE; i++) {
+        b->gradients[i] = cattn_call_new(call, axes[i], call->compute_type, i != GRAD_QUERY, tensors[i]);
+        if (b->gradients[i] == NULL)
+            return false;
+    }
+    if (!make_bias_gradient(b))
+        return false;
+    if (call->inputs[OPERAND_sinks] == NULL)
+        return true;
     int64_t dims[NPY_MAXDIMS];
-    memcpy(dims, call->shape.dims, (size_t)nd * sizeof *dims);
-    dims[nd - 1] = params->head_dim;
-    if (!make_input_gradient(b, GRAD_QUERY, dims, &b->params.grad_query))
-        return false;
-    if (call->shape.has_heads)
-        dims[nd - 3] = call->shape.kv_heads;
-    dims[nd - 2] = params->seqlen_k;
-    if (!make_input_gradient(b, GRAD_KEY, dims, &b->params.grad_key))
-        return false;
-    dims[nd - 1] = params->d_v;
-    if (!make_input_gradient(b, GRAD_VALUE, dims, &b->params.grad_value) || !make_bias_gradient(b))
-        return false;
-    memcpy(dims, call->shape.dims, (size_t)call->shape.n_batch_dims * sizeof *dims);
+    memcpy(dims, call->shape.dims, (size_t)n_batch_dims * sizeof *dims);
     if (call->packed != NULL)
         dims[0] = call->packed->queries.n_sequences;
-    dims[call->shape.n_batch_dims] = params->num_heads;
-    return call->inputs[OPERAND_sinks] == NULL ||
-           make_gradient(b, GRAD_SINKS, call->shape.n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
+    dims[n_batch_dims] = call->params->num_heads;
+    return make_sum(b, GRAD_SINKS, n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
 }
 
 /* ---- running ---- */

@@ -97,6 +97,13 @@ enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT
 
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
+/* A result: its axes in the letters of operands.h, where L is a key, or a place in a list of keys if there are lists,
+ * and P a place among the top keys. */
+struct cattn_result_row {
+    const char *name, *axes;
+    enum cattn_operand_kind kind;
+};
+
 /* What a call keeps outside of struct cattn_call, which is cleared whole: the arrays whose shapes results and tangents
  * have, as they were when they were read. Without data there is none. */
 struct cattn_frozen {
@@ -126,16 +133,13 @@ struct cattn_call {
     struct cattn_packed *packed; /* not owned; cleared with the call. NULL: the sequences are not packed */
     struct cattn_shape shape;
     struct cattn_frozen *frozen;
-    int64_t weight_cols; /* of a row of weights: T_k, or the length of the lists of key_indices */
 };
 
-/* The view of an array with the axes (*batch, [H], rows, width), or (*batch, rows, H, width) if tokens_first. */
+/* The view of query, key or value, or of a scale of one of them. */
 void cattn_call_view(const struct cattn_call *call, const struct cattn_array *array, struct cattn_tensor *tensor);
-void cattn_call_view_new(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
-/* Turns the shape of an output, (*batch, [H], rows, width), or of a number for each row, (*batch, [H], rows), into the
- * shape that the caller sees: with the rows before the heads if tokens_first, and without the batch if the sequences
- * are packed. Returns its number of axes. */
-int cattn_call_shape(const struct cattn_call *call, int nd, int64_t *dims);
+/* A new array for a result with these axes, in letters, and its tensor; of zeros where the core adds to it. */
+PyArrayObject *cattn_call_new(const struct cattn_call *call, const char *axes, int type, bool zeros,
+                              struct cattn_tensor *tensor);
 /* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
 /* Comes after the allocation of the results: makes a batch of packed sequences. */

@@ -41,20 +41,8 @@ static bool make_field(struct jvp *j, int i, struct cattn_tensor *tensor) {
     const struct cattn_call *call = &j->call;
     const bool rows_only = i == JVP_LSE || i == JVP_LSE_TANGENT;
     const int type = i == JVP_LSE ? NPY_DOUBLE : rows_only ? call->compute_type : call->stored_type;
-    int64_t dims[NPY_MAXDIMS];
-    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    dims[call->shape.nd - 1] = call->params->d_v;
-    const int nd = cattn_call_shape(call, rows_only ? call->shape.nd - 1 : call->shape.nd, dims);
-    j->fields[i] = cattn_new_array(nd, dims, type);
-    if (j->fields[i] == NULL)
-        return false;
-    if (rows_only)
-        cattn_tensor_from(tensor, j->fields[i], call->shape.n_batch_dims, call->axes & ~CATTN_AXIS_COL);
-    else
-        cattn_call_view_new(call, j->fields[i], tensor);
-    if (call->params->d_v == 1 && !rows_only)
-        tensor->col = 1;
-    return true;
+    j->fields[i] = cattn_call_new(call, rows_only ? "NT" : "NTD", type, false, tensor);
+    return j->fields[i] != NULL;
 }
 
 static bool make_fields(struct jvp *j) {

@@ -3,8 +3,11 @@
 
 /* The fields of the result, in its order. The first are the values of enum cattn_row_statistic. */
 enum { TOP_KEYS = CATTN_N_ROW_STATISTICS, TOP_WEIGHTS, RECEIVED, RECEIVED_MAX, N_FIELDS };
-static const char *const NAMES[N_FIELDS] = {"lse",      "max_score", "entropy",     "max_weight", "sink_weight",
-                                            "distance", "top_keys",  "top_weights", "received",   "received_max"};
+static const struct cattn_result_row FIELDS[N_FIELDS] = {
+    {"lse", "NT", COMPUTED},         {"max_score", "NT", COMPUTED},    {"entropy", "NT", COMPUTED},
+    {"max_weight", "NT", COMPUTED},  {"sink_weight", "NT", COMPUTED},  {"distance", "NT", COMPUTED},
+    {"top_keys", "NTP", LISTS},      {"top_weights", "NTP", COMPUTED}, {"received", "NS", COMPUTED},
+    {"received_max", "NS", COMPUTED}};
 
 struct statistics {
     struct cattn_call call;
@@ -22,14 +25,14 @@ static bool is_top(int field) { return field == TOP_KEYS || field == TOP_WEIGHTS
 
 static bool want(struct statistics *s, PyObject *name) {
     for (int i = 0; PyUnicode_Check(name) && i < N_FIELDS; i++) {
-        if (!is_top(i) && PyUnicode_CompareWithASCIIString(name, NAMES[i]) == 0) {
+        if (!is_top(i) && PyUnicode_CompareWithASCIIString(name, FIELDS[i].name) == 0) {
             s->wants[i] = true;
             return true;
         }
     }
     PyObject *shown = cattn_shown(name);
-    const bool top = PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, NAMES[TOP_KEYS]) == 0 ||
-                                               PyUnicode_CompareWithASCIIString(name, NAMES[TOP_WEIGHTS]) == 0);
+    const bool top = PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, FIELDS[TOP_KEYS].name) == 0 ||
+                                               PyUnicode_CompareWithASCIIString(name, FIELDS[TOP_WEIGHTS].name) == 0);
     if (shown != NULL)
         PyErr_Format(PyExc_ValueError,
                      "statistics must hold names of 'lse', 'max_score', 'entropy', 'max_weight', 'sink_weight', "
@@ -69,6 +72,7 @@ static bool parse_statistics(struct statistics *s, PyObject *object) {
 static bool parse_top_k(struct statistics *s, PyObject *top_k) {
     if (!cattn_arg_count(top_k, "top_k", 0, s->call.params->seqlen_k, &s->params.top_k))
         return false;
+    s->call.shape.n_top = s->params.top_k;
     s->wants[TOP_KEYS] = s->wants[TOP_WEIGHTS] = s->params.top_k > 0;
     return true;
 }
@@ -90,35 +94,19 @@ static struct cattn_tensor *tensor_of(struct statistics *s, int field) {
                                    : &p->rows[field];
 }
 
-/* Statistics of queries have the shape (*batch, [H], T_q), top keys one more axis of length top_k. Statistics of keys
- * have (*batch, [H], T_k), and begin with 0 because the core adds to them. Packed sequences have no batch axis. */
+/* Statistics of keys begin with 0, because the core adds to them. */
 static bool make_field(struct statistics *s, int i) {
     const struct cattn_call *call = &s->call;
-    const bool columns = i == RECEIVED || i == RECEIVED_MAX;
-    const int nd = call->shape.nd - (is_top(i) ? 0 : 1), type = i == TOP_KEYS ? NPY_INT64 : call->compute_type;
-    int64_t dims[NPY_MAXDIMS];
-    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    if (columns)
-        dims[nd - 1] = call->shape.dims[call->shape.nd - 1];
-    else if (is_top(i))
-        dims[nd - 1] = s->params.top_k;
-    const int batch = call->packed != NULL;
-    s->fields[i] = (columns ? cattn_new_zeros : cattn_new_array)(nd - batch, dims + batch, type);
-    if (s->fields[i] == NULL)
-        return false;
-    cattn_tensor_from(tensor_of(s, i), s->fields[i], call->shape.n_batch_dims,
-                      call->axes & ~(columns     ? CATTN_AXIS_ROW
-                                     : is_top(i) ? 0
-                                                 : CATTN_AXIS_COL));
-    return true;
+    const int type = FIELDS[i].kind == LISTS ? NPY_INT64 : call->compute_type;
+    s->fields[i] = cattn_call_new(call, FIELDS[i].axes, type, i == RECEIVED || i == RECEIVED_MAX, tensor_of(s, i));
+    return s->fields[i] != NULL;
 }
 
 static bool make_fields(struct statistics *s) {
     const struct cattn_call *call = &s->call;
-    s->lse = cattn_new_array(call->shape.nd - 1, call->shape.dims, NPY_DOUBLE);
+    s->lse = cattn_call_new(call, FIELDS[CATTN_ROW_LSE].axes, NPY_DOUBLE, false, &call->params->lse);
     if (s->lse == NULL)
         return false;
-    cattn_tensor_from(&call->params->lse, s->lse, call->shape.n_batch_dims, call->axes & ~CATTN_AXIS_COL);
     call->params->double_lse = true;
     for (int i = 0; i < N_FIELDS; i++) {
         if (s->wants[i] && !make_field(s, i))

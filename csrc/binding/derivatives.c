@@ -47,23 +47,17 @@ bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, 
                         const char *name, struct cattn_tensor *tensor) {
     const bool rows_only = has_rows_only(which);
     const char *const whose = rows_only ? "the log-sum-exp" : "the output";
+    const char *const axes = rows_only ? "NT" : "NTD";
     int64_t dims[NPY_MAXDIMS];
     struct cattn_array frozen;
-    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    dims[call->shape.nd - 1] = call->params->d_v;
-    const int nd = cattn_call_shape(call, rows_only ? call->shape.nd - 1 : call->shape.nd, dims);
+    const int nd = cattn_result_shape(&call->shape, call->params, axes, dims);
     if ((results->arrays[which] = cattn_arg_floats(call->state, object, name)) == NULL ||
         !widen(results, call, which, object, name))
         return false;
     cattn_freeze(results->arrays[which], name, &frozen);
     if (!cattn_check_shape(cattn_python, &frozen, whose, nd, dims))
         return false;
-    if (rows_only)
-        cattn_view(tensor, &frozen, call->shape.n_batch_dims, call->axes & ~CATTN_AXIS_COL);
-    else
-        cattn_call_view(call, &frozen, tensor);
-    if (call->params->d_v == 1 && !rows_only)
-        tensor->col = 1;
+    cattn_result_view(&call->shape, axes, &frozen, tensor);
     return true;
 }
 

@@ -6,35 +6,25 @@ struct call {
     struct cattn_dropout_params *params;
     PyArrayObject *x;
     struct cattn_output output, mask;
-    int type;      /* of x */
-    int own_nd;    /* of x */
-    int nd;        /* at least 1: a 0-d array is one element in a row */
-    int64_t *dims; /* of x, nd of them */
+    int type, own_nd;           /* of x */
+    struct cattn_array *frozen; /* x */
 };
 
-/* Called right after the check of x: what follows may run Python code, which might change the array. */
 static void take_x(struct call *call) {
     struct cattn_dropout_params *params = call->params;
+    const struct cattn_array *x = call->frozen;
     cattn_clear_dropout(params);
-    int nd = call->own_nd = PyArray_NDIM(call->x);
-    cattn_take_dims(call->dims, call->x);
-    if (nd == 0)
-        call->dims[nd++] = 1;
-    call->nd = nd;
     call->type = PyArray_TYPE(call->x);
-    params->dtype = cattn_arg_dtype(call->type);
+    call->own_nd = cattn_freeze_rows(call->x, "x", call->frozen);
+    CATTN_FILL_ROWS(params, x, call->type, x->nd - 1);
     params->storage = cattn_arg_storage(call->type);
-    params->n_batch_dims = nd - 1;
-    params->n_cols = call->dims[nd - 1];
-    params->n_rows = cattn_take_rows(nd, call->dims, nd - 1, params->batch_shape);
-    cattn_tensor_rows(&params->x, call->x, nd, nd - 1);
+    cattn_view_rows(&params->x, x, x->nd, x->nd - 1);
     if (params->n_cols == 1)
         params->x.col = 1;
 }
 
-/* Called right after the check of the output, as take_x. */
-static void take_output(const struct call *call, const struct cattn_output *output, struct cattn_tensor *tensor) {
-    cattn_tensor_rows(tensor, output->array, call->nd, call->nd - 1);
+static void view_output(const struct call *call, const struct cattn_output *output, struct cattn_tensor *tensor) {
+    cattn_tensor_rows(tensor, output->array, call->frozen->nd, call->frozen->nd - 1);
     if (call->params->n_cols == 1)
         tensor->col = 1;
 }
@@ -43,20 +33,20 @@ static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
     struct cattn_output_spec spec = {.name = "out",
                                      .type = call->type,
                                      .nd = call->own_nd,
-                                     .dims = call->dims,
+                                     .dims = call->frozen->dims,
                                      .inputs = &call->x,
                                      .n_inputs = 1,
                                      .in_place = call->x};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
-    take_output(call, &call->output, &call->params->out);
+    view_output(call, &call->output, &call->params->out);
     if (!return_mask)
         return true;
     spec.name = "mask";
     spec.type = NPY_BOOL;
     if (!cattn_arg_output(call->state, NULL, &spec, &call->mask))
         return false;
-    take_output(call, &call->mask, &call->params->mask);
+    view_output(call, &call->mask, &call->params->mask);
     return true;
 }
 
@@ -83,8 +73,8 @@ static PyObject *build_result(const struct call *call, bool return_mask) {
 PyObject *cattn_body_dropout(struct binding_state *state, PyObject **args) {
     struct cattn_dropout_params params;
     struct cattn_draw draw;
-    int64_t dims[NPY_MAXDIMS];
-    struct call call = {.state = state, .params = &params, .dims = dims};
+    struct cattn_array frozen;
+    struct call call = {.state = state, .params = &params, .frozen = &frozen};
     bool training, return_mask, filled;
     PyObject *result = NULL;
     call.x = cattn_arg_floats(state, args[DROPOUT_x], "x");

@@ -5,12 +5,14 @@ enum { X, WEIGHT, BIAS, SCALE, N_INPUTS };
 
 struct call {
     struct binding_state *state;
-    PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
-    int type;                        /* of the result */
-    enum cattn_storage quantized;    /* of the weight, if it has a scale */
-    enum cattn_bf16_products bf16;   /* the factors are rounded to bfloat16 */
-    int nd;                          /* of x and the result */
-    int64_t dims[NPY_MAXDIMS];       /* of the result */
+    PyArrayObject *inputs[N_INPUTS];     /* owned, or NULL */
+    struct cattn_array *frozen;          /* N_INPUTS of them */
+    enum cattn_storage stored[N_INPUTS]; /* as they were frozen */
+    int type;                            /* of the result */
+    enum cattn_storage quantized;        /* of the weight, if it has a scale */
+    enum cattn_bf16_products bf16;       /* the factors are rounded to bfloat16 */
+    int nd;                              /* of x and the result */
+    int64_t dims[NPY_MAXDIMS];           /* of the result */
 };
 
 /* ---- arguments ---- */
@@ -35,49 +37,53 @@ static bool parse_weight(struct call *call, PyObject *weight) {
 }
 
 static bool check_shapes(struct call *call) {
-    PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
-    call->nd = PyArray_NDIM(x);
+    const struct cattn_array *x = &call->frozen[X], *weight = &call->frozen[WEIGHT], *scale = &call->frozen[SCALE];
+    const struct cattn_array *bias = &call->frozen[BIAS];
+    call->nd = x->nd;
     if (call->nd == 0)
         return cattn_raise(PyExc_ValueError, "x must have at least 1 dimension (..., K), got 0");
-    if (PyArray_NDIM(weight) != 2)
-        return cattn_raise(PyExc_ValueError, "weight must have 2 dimensions (N, K), got %d", PyArray_NDIM(weight));
-    cattn_take_dims(call->dims, x);
-    const int64_t n = PyArray_DIM(weight, 0), k = call->dims[call->nd - 1];
-    if (PyArray_DIM(weight, 1) != k)
+    if (weight->nd != 2)
+        return cattn_raise(PyExc_ValueError, "weight must have 2 dimensions (N, K), got %d", weight->nd);
+    memcpy(call->dims, x->dims, (size_t)call->nd * sizeof *x->dims);
+    const int64_t n = weight->dims[0], k = call->dims[call->nd - 1];
+    if (weight->dims[1] != k)
         return cattn_raise(PyExc_ValueError, "weight must have as many columns as x, %zd, got shape (%zd, %zd)%s",
-                           (Py_ssize_t)k, (Py_ssize_t)n, (Py_ssize_t)PyArray_DIM(weight, 1),
+                           (Py_ssize_t)k, (Py_ssize_t)n, (Py_ssize_t)weight->dims[1],
                            n == k ? ": it is (outputs, inputs), as in PyTorch; pass weight.T if it is (inputs, outputs)"
                                   : "");
     call->dims[call->nd - 1] = n;
-    if (call->inputs[SCALE] != NULL && !cattn_arg_scale_fits(call->inputs[SCALE], "weight.scale", weight, "weight"))
+    if (scale->data != NULL && !cattn_check_scale_shape(scale, weight))
         return false;
-    PyArrayObject *bias = call->inputs[BIAS];
-    return bias == NULL || (PyArray_NDIM(bias) == 1 && PyArray_DIM(bias, 0) == n) ||
+    return bias->data == NULL || (bias->nd == 1 && bias->dims[0] == n) ||
            cattn_raise(PyExc_ValueError, "bias must have one number for each row of weight, shape %s, got shape %s",
-                       cattn_show_shape(1, &n).text, cattn_shape_of(bias).text);
+                       cattn_show_shape(1, &n).text, cattn_show_shape(bias->nd, bias->dims).text);
 }
 
-/* ValueError if an array has another type or other strides than when its argument was read: what reads the next
- * argument may run Python code. */
-static bool check_unchanged(const struct call *call, const int types[N_INPUTS]) {
-    const bool scaled = call->inputs[SCALE] != NULL;
-    return cattn_arg_unchanged(call->inputs[X], types[X], "x") &&
-           cattn_arg_unchanged(call->inputs[WEIGHT],
-                               !scaled                              ? types[WEIGHT]
-                               : call->quantized == CATTN_STORED_I8 ? NPY_BYTE
-                                                                    : NPY_UBYTE,
-                               "weight") &&
-           cattn_arg_unchanged(call->inputs[BIAS], types[BIAS], "bias") &&
-           (!scaled || cattn_arg_unchanged(call->inputs[SCALE], NPY_FLOAT, "weight.scale"));
+/* Freezes the arrays. ValueError if one has another type or other strides than when its argument was read: what reads
+ * the next argument may run Python code. */
+static bool freeze(struct call *call, const int types[N_INPUTS]) {
+    static const char *const names[] = {"x", "weight", "bias", "weight.scale"};
+    for (int i = X; i < N_INPUTS; i++) {
+        if (!cattn_freeze_unchanged(call->inputs[i], types[i], names[i], names[i], &call->frozen[i]))
+            return false;
+        call->stored[i] = cattn_arg_storage(types[i]);
+    }
+    if (call->inputs[SCALE] != NULL)
+        call->stored[WEIGHT] = call->quantized;
+    return true;
 }
 
 /* All that is not stored as it may be is converted: everything to float64 if one array is, and the bias. */
 static bool convert(struct call *call) {
     const int type = cattn_arg_compute_type(call->type);
     int types[N_INPUTS] = {0};
-    for (int i = X; i <= BIAS; i++)
-        types[i] = call->inputs[i] != NULL ? PyArray_TYPE(call->inputs[i]) : 0;
-    if (!check_unchanged(call, types))
+    for (int i = X; i < N_INPUTS; i++)
+        types[i] = call->inputs[i] == NULL                      ? 0
+                   : i == SCALE                                 ? NPY_FLOAT
+                   : i != WEIGHT || call->inputs[SCALE] == NULL ? PyArray_TYPE(call->inputs[i])
+                   : call->quantized == CATTN_STORED_I8         ? NPY_BYTE
+                                                                : NPY_UBYTE;
+    if (!freeze(call, types))
         return false;
     for (int i = X; i <= BIAS; i++) {
         const bool dense = call->inputs[i] != NULL && !(i == WEIGHT && call->inputs[SCALE] != NULL);
@@ -93,7 +99,7 @@ static bool convert(struct call *call) {
         Py_CLEAR(call->inputs[SCALE]);
         types[WEIGHT] = type;
     }
-    return check_unchanged(call, types);
+    return freeze(call, types);
 }
 
 /* TypeError for products of bfloat16 unless the two factors are float32 or bfloat16. */
@@ -110,12 +116,12 @@ static bool check_bfloat16(const struct call *call, const char *names) {
 /* ---- views with two axes ---- */
 
 /* Sets the stride in bytes of the rows, if all axes but the last one are one axis of rows. */
-static bool rows_are_even(PyArrayObject *array, int64_t *row) {
+static bool rows_are_even(const struct cattn_array *array, int64_t *row) {
     int64_t length = 0; /* of the axes so far, in bytes */
     bool first = true;
     *row = 0;
-    for (int axis = PyArray_NDIM(array) - 2; axis >= 0; axis--) {
-        const int64_t n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
+    for (int axis = array->nd - 2; axis >= 0; axis--) {
+        const int64_t n = array->dims[axis], stride = array->strides[axis];
         if (n == 1)
             continue;
         if (first)
@@ -129,9 +135,10 @@ static bool rows_are_even(PyArrayObject *array, int64_t *row) {
 }
 
 /* Replaces x by a copy if its rows are no single axis. */
-static bool make_rows_even(PyArrayObject **x) {
+static bool make_rows_even(struct call *call) {
+    PyArrayObject **x = &call->inputs[X];
     int64_t row;
-    if (rows_are_even(*x, &row))
+    if (rows_are_even(&call->frozen[X], &row))
         return true;
     PyArrayObject *copy = (PyArrayObject *)PyArray_NewLikeArray(*x, NPY_CORDER, NULL, 0);
     if (copy == NULL || !cattn_copy_into(copy, *x)) {
@@ -140,30 +147,24 @@ static bool make_rows_even(PyArrayObject **x) {
     }
     Py_DECREF((PyObject *)*x);
     *x = copy;
+    cattn_freeze(copy, "x", &call->frozen[X]);
     return true;
 }
 
-static enum cattn_storage storage_of(const struct call *call, int i) {
-    return i == WEIGHT && call->inputs[SCALE] != NULL ? call->quantized
-                                                      : cattn_arg_storage(PyArray_TYPE(call->inputs[i]));
-}
-
-static int64_t stride_of(PyArrayObject *array, int axis) {
-    return PyArray_DIM(array, axis) == 1 ? 0 : PyArray_STRIDE(array, axis) / PyArray_ITEMSIZE(array);
+static int64_t stride_of(const struct cattn_array *array, int axis) {
+    return array->dims[axis] == 1 ? 0 : array->strides[axis] / array->size;
 }
 
 /* A column of its own may have any stride; with 1 kernels read it in place. */
-static int64_t column_stride(PyArrayObject *array) {
-    const int last = PyArray_NDIM(array) - 1;
-    return PyArray_DIM(array, last) == 1 ? 1 : stride_of(array, last);
+static int64_t column_stride(const struct cattn_array *array) {
+    return array->dims[array->nd - 1] == 1 ? 1 : stride_of(array, array->nd - 1);
 }
 
 /* Stride 0 where the scale has no such axis, or repeats along it. */
-static void take_scales(struct cattn_operand *operand, PyArrayObject *scale) {
-    const int nd = PyArray_NDIM(scale);
-    operand->scale = PyArray_DATA(scale);
-    operand->scale_col = nd > 0 ? stride_of(scale, nd - 1) : 0;
-    operand->scale_row = nd > 1 ? stride_of(scale, nd - 2) : 0;
+static void take_scales(struct cattn_operand *operand, const struct cattn_array *scale) {
+    operand->scale = (const float *)(const void *)scale->data;
+    operand->scale_col = scale->nd > 0 ? stride_of(scale, scale->nd - 1) : 0;
+    operand->scale_row = scale->nd > 1 ? stride_of(scale, scale->nd - 2) : 0;
 }
 
 /* ---- linear ---- */
@@ -177,10 +178,12 @@ static bool make_output(struct call *call, PyObject *out, struct cattn_output *o
                                            .inputs = call->inputs,
                                            .n_inputs = N_INPUTS};
     struct cattn_output temporary = {NULL, NULL};
+    struct cattn_array frozen;
     int64_t row;
     if (!cattn_arg_output(call->state, out, &spec, output))
         return false;
-    if (rows_are_even(output->array, &row))
+    cattn_freeze(output->array, "out", &frozen);
+    if (rows_are_even(&frozen, &row))
         return true;
     if (!cattn_arg_output(call->state, NULL, &spec, &temporary))
         return false;
@@ -189,39 +192,34 @@ static bool make_output(struct call *call, PyObject *out, struct cattn_output *o
     return true;
 }
 
-/* Everything but the output. */
-static void fill_params(const struct call *call, struct cattn_product_params *p) {
-    PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
+static void fill_params(const struct call *call, PyArrayObject *output, struct cattn_product_params *p) {
+    const struct cattn_array *x = &call->frozen[X], *weight = &call->frozen[WEIGHT], *bias = &call->frozen[BIAS];
+    struct cattn_array out;
     int64_t row;
     *p = (struct cattn_product_params){.dtype = cattn_arg_dtype(call->type), .n_batch = 1};
     p->bf16_products = call->bf16;
-    p->depth = PyArray_DIM(weight, 1);
-    p->n_a = PyArray_DIM(weight, 0);
-    p->a = (struct cattn_operand){.storage = storage_of(call, WEIGHT),
-                                  .data = PyArray_DATA(weight),
+    p->depth = weight->dims[1];
+    p->n_a = weight->dims[0];
+    p->a = (struct cattn_operand){.storage = call->stored[WEIGHT],
+                                  .data = weight->data,
                                   .row = stride_of(weight, 0),
                                   .col = column_stride(weight)};
-    if (call->inputs[SCALE] != NULL)
-        take_scales(&p->a, call->inputs[SCALE]);
+    if (call->frozen[SCALE].data != NULL)
+        take_scales(&p->a, &call->frozen[SCALE]);
     rows_are_even(x, &row);
-    p->b = (struct cattn_operand){.storage = storage_of(call, X),
-                                  .data = PyArray_DATA(x),
-                                  .row = row / PyArray_ITEMSIZE(x),
-                                  .col = column_stride(x)};
-    if (call->inputs[BIAS] != NULL) {
-        p->bias = PyArray_DATA(call->inputs[BIAS]);
-        p->bias_a = column_stride(call->inputs[BIAS]);
+    p->b = (struct cattn_operand){
+        .storage = call->stored[X], .data = x->data, .row = row / x->size, .col = column_stride(x)};
+    if (bias->data != NULL) {
+        p->bias = bias->data;
+        p->bias_a = column_stride(bias);
     }
-}
-
-static void fill_output(const struct call *call, PyArrayObject *out, struct cattn_product_params *p) {
-    int64_t row;
-    rows_are_even(out, &row);
-    p->n_b = p->n_a > 0 ? PyArray_SIZE(out) / p->n_a : 0;
+    cattn_freeze(output, "out", &out);
+    rows_are_even(&out, &row);
+    p->n_b = p->n_a > 0 ? cattn_count(out.nd, out.dims) / p->n_a : 0;
     p->out_storage = cattn_arg_storage(call->type);
-    p->out = PyArray_DATA(out);
-    p->out_a = column_stride(out);
-    p->out_b = row / PyArray_ITEMSIZE(out);
+    p->out = out.data;
+    p->out_a = column_stride(&out);
+    p->out_b = row / out.size;
 }
 
 static enum cattn_status compute(const void *params) { return cattn_product(params); }
@@ -234,7 +232,8 @@ static bool run(struct cattn_product_params *p) {
 
 PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
     struct cattn_product_params params;
-    struct call call = {.state = state};
+    struct cattn_array frozen[N_INPUTS];
+    struct call call = {.state = state, .frozen = frozen};
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
     PyObject *bias = args[LINEAR_bias];
@@ -245,12 +244,9 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
         goto done;
     call.type = result_type(&call, "x, weight and bias");
     if (call.type < 0 || !check_bfloat16(&call, "x, weight and bias") || !convert(&call) || !check_shapes(&call) ||
-        !make_rows_even(&call.inputs[X]))
+        !make_rows_even(&call) || !make_output(&call, args[LINEAR_out], &output))
         goto done;
-    fill_params(&call, &params); /* first: making the output may run Python code, which might change the arrays */
-    if (!make_output(&call, args[LINEAR_out], &output))
-        goto done;
-    fill_output(&call, output.array, &params);
+    fill_params(&call, output.array, &params);
     if (run(&params) && cattn_output_finish(&output))
         result = cattn_output_result(&output);
 done:
@@ -262,21 +258,21 @@ done:
 
 /* ---- products ---- */
 
-static struct cattn_operand operand_of(PyArrayObject *array) {
-    const int nd = PyArray_NDIM(array);
-    return (struct cattn_operand){.storage = cattn_arg_storage(PyArray_TYPE(array)),
-                                  .data = PyArray_DATA(array),
-                                  .batch = nd == 3 ? stride_of(array, 0) : 0,
-                                  .row = stride_of(array, nd - 2),
+static struct cattn_operand operand_of(const struct call *call, int i) {
+    const struct cattn_array *array = &call->frozen[i];
+    return (struct cattn_operand){.storage = call->stored[i],
+                                  .data = array->data,
+                                  .batch = array->nd == 3 ? stride_of(array, 0) : 0,
+                                  .row = stride_of(array, array->nd - 2),
                                   .col = column_stride(array)};
 }
 
 /* SystemError unless the arrays are what cattn.functional passes: (T, K) and (N, K), or both with a batch in front. */
 static bool check_product(const struct call *call) {
-    PyArrayObject *a = call->inputs[X], *b = call->inputs[WEIGHT];
-    const int nd = PyArray_NDIM(a);
-    if (PyArray_NDIM(b) == nd && (nd == 2 || nd == 3) && PyArray_DIM(a, nd - 1) == PyArray_DIM(b, nd - 1) &&
-        (nd == 2 || PyArray_DIM(a, 0) == PyArray_DIM(b, 0)))
+    const struct cattn_array *a = &call->frozen[X], *b = &call->frozen[WEIGHT];
+    const int nd = a->nd;
+    if (b->nd == nd && (nd == 2 || nd == 3) && a->dims[nd - 1] == b->dims[nd - 1] &&
+        (nd == 2 || a->dims[0] == b->dims[0]))
         return true;
     return cattn_raise(PyExc_SystemError, "_product: shapes do not fit");
 }
@@ -285,7 +281,8 @@ static bool check_product(const struct call *call) {
  * promotes both to. In a gradient the products are of float32 whatever compute_dtype is, but b is a factor of the
  * forward pass and is rounded as it was there. */
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    struct call call = {.state = cattn_state(module)};
+    struct cattn_array frozen[N_INPUTS];
+    struct call call = {.state = cattn_state(module), .frozen = frozen};
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
     if (!cattn_error_count("_product", n_args, 4) || !cattn_ready(call.state))
@@ -298,13 +295,15 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
     call.type = result_type(&call, "the factors");
     if (call.type < 0 || !check_bfloat16(&call, "grad_out, x and weight") || !convert(&call) || !check_product(&call))
         goto done;
-    if (call.bf16 && is_gradient && PyArray_TYPE(call.inputs[WEIGHT]) == NPY_FLOAT &&
-        !cattn_arg_round_to_bfloat16(&call.inputs[WEIGHT]))
-        goto done;
-    PyArrayObject *a = call.inputs[X], *b = call.inputs[WEIGHT];
-    call.nd = PyArray_NDIM(a);
-    cattn_take_dims(call.dims, a);
-    call.dims[call.nd - 1] = PyArray_DIM(b, call.nd - 2);
+    const struct cattn_array *a = &frozen[X], *b = &frozen[WEIGHT];
+    if (call.bf16 && is_gradient && b->size == sizeof(float)) {
+        if (!cattn_arg_round_to_bfloat16(&call.inputs[WEIGHT]))
+            goto done;
+        cattn_freeze(call.inputs[WEIGHT], "b", &frozen[WEIGHT]);
+    }
+    call.nd = a->nd;
+    memcpy(call.dims, a->dims, (size_t)a->nd * sizeof *a->dims);
+    call.dims[call.nd - 1] = b->dims[call.nd - 2];
     const struct cattn_output_spec spec = {.name = "out", .type = call.type, .nd = call.nd, .dims = call.dims};
     if (!cattn_arg_output(call.state, NULL, &spec, &output))
         goto done;
@@ -312,10 +311,10 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
                                           .n_batch = call.nd == 3 ? call.dims[0] : 1,
                                           .n_a = call.dims[call.nd - 2],
                                           .n_b = call.dims[call.nd - 1],
-                                          .depth = PyArray_DIM(a, call.nd - 1),
+                                          .depth = a->dims[call.nd - 1],
                                           .bf16_products = is_gradient ? CATTN_BF16_NOT : call.bf16,
-                                          .a = operand_of(a),
-                                          .b = operand_of(b),
+                                          .a = operand_of(&call, X),
+                                          .b = operand_of(&call, WEIGHT),
                                           .out_storage = cattn_arg_storage(call.type),
                                           .out = PyArray_DATA(output.array),
                                           .out_b = 1};

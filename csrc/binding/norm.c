@@ -7,8 +7,8 @@ struct call {
     struct binding_state *state;
     bool centred;                    /* layer norm */
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    struct cattn_array *frozen;      /* N_INPUTS of them */
     int type, nd;                    /* of x and the result; nd is at least 1 */
-    int64_t dims[NPY_MAXDIMS];
     double eps;
 };
 
@@ -21,12 +21,13 @@ static bool parse_eps(PyObject *object, double *eps) {
 }
 
 /* Weight or bias. */
-static bool check_columns(const struct call *call, PyArrayObject *numbers, const char *name) {
-    const int64_t n_cols = call->dims[call->nd - 1];
-    if (numbers == NULL || (PyArray_NDIM(numbers) == 1 && PyArray_DIM(numbers, 0) == n_cols))
+static bool check_columns(const struct call *call, const struct cattn_array *numbers) {
+    const int64_t n_cols = call->frozen[X].dims[call->nd - 1];
+    if (numbers->data == NULL || (numbers->nd == 1 && numbers->dims[0] == n_cols))
         return true;
-    return cattn_raise(PyExc_ValueError, "%s must have one number for each column of x, shape %s, got shape %s", name,
-                       cattn_show_shape(1, &n_cols).text, cattn_shape_of(numbers).text);
+    return cattn_raise(PyExc_ValueError, "%s must have one number for each column of x, shape %s, got shape %s",
+                       numbers->name, cattn_show_shape(1, &n_cols).text,
+                       cattn_show_shape(numbers->nd, numbers->dims).text);
 }
 
 /* given: by the slots of inputs; NULL where the function has no such argument. The arrays are in their common dtype
@@ -46,16 +47,17 @@ static bool parse_arrays(struct call *call, PyObject *const given[N_INPUTS], con
         if (call->inputs[i] != NULL &&
             !cattn_arg_widen(call->state, &call->inputs[i], cattn_arg_compute_type(call->type)))
             return false;
-    if (!cattn_arg_unchanged(call->inputs[X], call->type, "x") ||
-        !cattn_arg_unchanged(call->inputs[GRAD], call->type, "grad_out"))
-        return false;
-    call->nd = PyArray_NDIM(call->inputs[X]);
+    for (int i = 0; i < N_INPUTS; i++) {
+        const int type = i == WEIGHT || i == BIAS ? cattn_arg_compute_type(call->type) : call->type;
+        if (!cattn_freeze_unchanged(call->inputs[i], type, names[i], names[i], &call->frozen[i]))
+            return false;
+    }
+    const struct cattn_array *x = &call->frozen[X], *grad = &call->frozen[GRAD];
+    call->nd = x->nd;
     if (call->nd == 0)
         return cattn_raise(PyExc_ValueError, "x must have at least 1 dimension (..., D), got 0");
-    cattn_take_dims(call->dims, call->inputs[X]);
-    return check_columns(call, call->inputs[WEIGHT], "weight") && check_columns(call, call->inputs[BIAS], "bias") &&
-           (call->inputs[GRAD] == NULL ||
-            cattn_arg_has_shape(call->inputs[GRAD], "grad_out", "x", call->nd, call->dims));
+    return check_columns(call, &call->frozen[WEIGHT]) && check_columns(call, &call->frozen[BIAS]) &&
+           (grad->data == NULL || cattn_check_shape(cattn_python, grad, "x", x->nd, x->dims));
 }
 
 static void release(struct call *call) {
@@ -63,15 +65,22 @@ static void release(struct call *call) {
         Py_XDECREF((PyObject *)call->inputs[i]);
 }
 
-/* The strides of an array with the axes of x, or of its last one. An axis of one element has any stride. */
-static void take_tensor(const struct call *call, struct cattn_tensor *tensor, PyArrayObject *array) {
-    const int nd = PyArray_NDIM(array);
-    if (nd < call->nd)
-        cattn_tensor_from(tensor, array, 0, CATTN_AXIS_COL);
+/* An array with the axes of x, or with its last one; or absent. An axis of one element has any stride. */
+static void view(const struct call *call, struct cattn_tensor *tensor, const struct cattn_array *array) {
+    if (array->data == NULL)
+        return;
+    if (array->nd < call->nd)
+        cattn_view(tensor, array, 0, CATTN_AXIS_COL);
     else
-        cattn_tensor_rows(tensor, array, nd, nd - 1);
-    if (call->dims[call->nd - 1] == 1)
+        cattn_view_rows(tensor, array, array->nd, array->nd - 1);
+    if (call->frozen[X].dims[call->nd - 1] == 1)
         tensor->col = 1;
+}
+
+static void view_new(const struct call *call, struct cattn_tensor *tensor, PyArrayObject *array) {
+    struct cattn_array frozen;
+    cattn_freeze(array, "the result", &frozen);
+    view(call, tensor, &frozen);
 }
 
 /* ---- forward ---- */
@@ -81,27 +90,21 @@ static bool make_output(struct call *call, struct cattn_norm_params *params, PyO
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = call->type,
                                            .nd = call->nd,
-                                           .dims = call->dims,
+                                           .dims = call->frozen[X].dims,
                                            .inputs = call->inputs,
                                            .n_inputs = N_INPUTS,
                                            .in_place = call->inputs[X]};
-    /* first: making the output may run Python code, which might change the arrays */
-    cattn_clear_norm(params);
-    params->dtype = cattn_arg_dtype(call->type);
-    params->storage = cattn_arg_storage(call->type);
-    params->centred = call->centred;
-    params->n_batch_dims = call->nd - 1;
-    params->n_rows = cattn_take_rows(call->nd, call->dims, call->nd - 1, params->batch_shape);
-    params->n_cols = call->dims[call->nd - 1];
-    take_tensor(call, &params->x, call->inputs[X]);
-    if (call->inputs[WEIGHT] != NULL)
-        take_tensor(call, &params->weight, call->inputs[WEIGHT]);
-    if (call->inputs[BIAS] != NULL)
-        take_tensor(call, &params->bias, call->inputs[BIAS]);
     if (!cattn_arg_output(call->state, out, &spec, output))
         return false;
-    take_tensor(call, &params->out, output->array);
+    cattn_clear_norm(params);
+    CATTN_FILL_ROWS(params, &call->frozen[X], call->type, call->nd - 1);
+    params->storage = cattn_arg_storage(call->type);
+    params->centred = call->centred;
     params->eps = call->eps;
+    view(call, &params->x, &call->frozen[X]);
+    view(call, &params->weight, &call->frozen[WEIGHT]);
+    view(call, &params->bias, &call->frozen[BIAS]);
+    view_new(call, &params->out, output->array);
     return true;
 }
 
@@ -121,13 +124,15 @@ static PyObject *norm(struct call *call, PyObject *const given[N_INPUTS], const 
 }
 
 PyObject *cattn_body_rms_norm(struct binding_state *state, PyObject **args) {
-    struct call call = {.state = state};
+    struct cattn_array frozen[N_INPUTS];
+    struct call call = {.state = state, .frozen = frozen};
     PyObject *const given[N_INPUTS] = {[X] = args[RMS_NORM_x], [WEIGHT] = args[RMS_NORM_weight]};
     return norm(&call, given, "x and weight", args[RMS_NORM_eps], args[RMS_NORM_out]);
 }
 
 PyObject *cattn_body_layer_norm(struct binding_state *state, PyObject **args) {
-    struct call call = {.state = state, .centred = true};
+    struct cattn_array frozen[N_INPUTS];
+    struct call call = {.state = state, .frozen = frozen, .centred = true};
     PyObject *const given[N_INPUTS] = {
         [X] = args[LAYER_NORM_x], [WEIGHT] = args[LAYER_NORM_weight], [BIAS] = args[LAYER_NORM_bias]};
     return norm(&call, given, "x, weight and bias", args[LAYER_NORM_eps], args[LAYER_NORM_out]);
@@ -140,32 +145,29 @@ enum { GRAD_X, GRAD_WEIGHT, GRAD_BIAS, N_GRADIENTS };
 
 static bool make_gradients(struct call *call, struct cattn_norm_backward_params *params,
                            struct cattn_output outputs[N_GRADIENTS]) {
-    struct cattn_output_spec spec = {.name = "the gradient", .type = call->type, .nd = call->nd, .dims = call->dims};
+    struct cattn_output_spec spec = {
+        .name = "the gradient", .type = call->type, .nd = call->nd, .dims = call->frozen[X].dims};
     struct cattn_tensor *const columns[N_GRADIENTS] = {[GRAD_WEIGHT] =
                                                            call->inputs[WEIGHT] != NULL ? &params->grad_weight : NULL,
                                                        [GRAD_BIAS] = call->centred ? &params->grad_bias : NULL};
     cattn_clear_norm_backward(params);
-    params->dtype = cattn_arg_dtype(call->type);
+    CATTN_FILL_ROWS(params, &call->frozen[X], call->type, call->nd - 1);
     params->centred = call->centred;
-    params->n_batch_dims = call->nd - 1;
-    params->n_rows = cattn_take_rows(call->nd, call->dims, call->nd - 1, params->batch_shape);
-    params->n_cols = call->dims[call->nd - 1];
     params->eps = call->eps;
-    take_tensor(call, &params->grad, call->inputs[GRAD]);
-    take_tensor(call, &params->x, call->inputs[X]);
-    if (call->inputs[WEIGHT] != NULL)
-        take_tensor(call, &params->weight, call->inputs[WEIGHT]);
+    view(call, &params->grad, &call->frozen[GRAD]);
+    view(call, &params->x, &call->frozen[X]);
+    view(call, &params->weight, &call->frozen[WEIGHT]);
     if (!cattn_arg_output(call->state, NULL, &spec, &outputs[GRAD_X]))
         return false;
-    take_tensor(call, &params->grad_x, outputs[GRAD_X].array);
+    view_new(call, &params->grad_x, outputs[GRAD_X].array);
     spec.nd = 1;
-    spec.dims = &call->dims[call->nd - 1];
+    spec.dims = &call->frozen[X].dims[call->nd - 1];
     for (int i = GRAD_WEIGHT; i < N_GRADIENTS; i++) {
         if (columns[i] == NULL)
             continue;
         if (!cattn_arg_output(call->state, NULL, &spec, &outputs[i]))
             return false;
-        take_tensor(call, columns[i], outputs[i].array);
+        view_new(call, columns[i], outputs[i].array);
     }
     return true;
 }
@@ -176,7 +178,8 @@ CATTN_DEFINE_RUN(run_backward, cattn_norm_backward, cattn_norm_backward_params)
 static PyObject *norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args, const char *name,
                                bool centred) {
     struct cattn_norm_backward_params params;
-    struct call call = {.state = cattn_state(module), .centred = centred};
+    struct cattn_array frozen[N_INPUTS];
+    struct call call = {.state = cattn_state(module), .frozen = frozen, .centred = centred};
     struct cattn_output outputs[N_GRADIENTS] = {{NULL, NULL}, {NULL, NULL}, {NULL, NULL}};
     PyObject *result = NULL;
     if (!cattn_error_count(name, n_args, 4) || !cattn_ready(call.state))

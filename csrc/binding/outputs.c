@@ -72,7 +72,9 @@ static bool check_apart(PyArrayObject *array, const char *name) {
 }
 
 static bool check_layout(PyArrayObject *array, const struct cattn_output_spec *spec) {
-    if (!cattn_arg_has_shape(array, spec->name, "the result", spec->nd, spec->dims))
+    struct cattn_array frozen;
+    cattn_freeze(array, spec->name, &frozen);
+    if (!cattn_check_shape(cattn_python, &frozen, "the result", spec->nd, spec->dims))
         return false;
     if (!PyArray_ISWRITEABLE(array))
         return cattn_raise(PyExc_ValueError, "%s is read-only", spec->name);
@@ -206,10 +208,10 @@ PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_a
         return NULL;
     }
     PyArrayObject *result = (PyArrayObject *)args[0];
-    int64_t dims[NPY_MAXDIMS];
-    cattn_take_dims(dims, result);
+    struct cattn_array frozen;
+    cattn_freeze(result, "result", &frozen);
     const struct cattn_output_spec spec = {
-        .name = "out", .type = PyArray_TYPE(result), .nd = PyArray_NDIM(result), .dims = dims};
+        .name = "out", .type = PyArray_TYPE(result), .nd = frozen.nd, .dims = frozen.dims};
     if (!check_type(cattn_state(module), args[1], &spec) || !check_layout((PyArrayObject *)args[1], &spec))
         return NULL;
     if (!cattn_copy_into((PyArrayObject *)args[1], result))

@@ -34,16 +34,12 @@ bool cattn_check_scale_shape(const struct cattn_array *scale, const struct cattn
     return cattn_check_broadcast(cattn_python, scale, array->nd, array->dims, meaning, hint);
 }
 
-bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose) {
-    struct cattn_array frozen, frozen_scale;
-    cattn_freeze(array, whose, &frozen);
-    cattn_freeze(scale, name, &frozen_scale);
-    return cattn_check_scale_shape(&frozen_scale, &frozen);
-}
-
 bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,
                           const char *scale_name) {
-    if (!cattn_arg_scale_fits(scale, scale_name, *array, name))
+    struct cattn_array frozen, frozen_scale;
+    cattn_freeze(*array, name, &frozen);
+    cattn_freeze(scale, scale_name, &frozen_scale);
+    if (!cattn_check_scale_shape(&frozen_scale, &frozen))
         return false;
     PyObject *wide = PyObject_CallFunctionObjArgs(state->dequantized, (PyObject *)*array, (PyObject *)scale, NULL);
     if (wide == NULL)

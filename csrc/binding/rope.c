@@ -8,45 +8,45 @@ struct call {
     struct cattn_rope_params *params;
     PyArrayObject *x, *positions; /* owned; positions may be NULL, else float64 and contiguous */
     struct cattn_output output;
-    int type, nd; /* of x; nd is at least 2 */
-    int64_t dims[NPY_MAXDIMS];
+    int type;                   /* of x */
+    struct cattn_array *frozen; /* x, with two axes or more */
 };
 
-/* Dtype and strides are taken right after the shape: what follows may run Python code, which might change the array. */
 static bool parse_x(struct call *call, PyObject *object) {
     struct cattn_rope_params *params = call->params;
     cattn_clear_rope(params);
     call->x = cattn_arg_floats(call->state, object, "x");
     if (call->x == NULL)
         return false;
-    const int nd = call->nd = PyArray_NDIM(call->x);
+    const struct cattn_array *x = call->frozen;
+    cattn_freeze(call->x, "x", call->frozen);
+    const int nd = x->nd;
     if (nd < 2)
         return cattn_raise(PyExc_ValueError, "x must have at least 2 dimensions (..., T, D), got %d", nd);
-    cattn_take_dims(call->dims, call->x);
     call->type = PyArray_TYPE(call->x);
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = nd - 2;
-    memcpy(params->batch_shape, call->dims, (size_t)(nd - 2) * sizeof *call->dims);
-    params->n_batch = PyArray_SIZE(call->x) > 0 ? cattn_count(nd - 2, call->dims) : 0;
-    params->seqlen = call->dims[nd - 2];
-    params->n_cols = call->dims[nd - 1];
-    cattn_tensor_from(&params->x, call->x, nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
+    memcpy(params->batch_shape, x->dims, (size_t)(nd - 2) * sizeof *x->dims);
+    params->n_batch = cattn_count(nd, x->dims) > 0 ? cattn_count(nd - 2, x->dims) : 0;
+    params->seqlen = x->dims[nd - 2];
+    params->n_cols = x->dims[nd - 1];
+    cattn_view(&params->x, x, nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
     return true;
 }
 
 /* ---- positions ---- */
 
 /* Always false. */
-static bool error_positions(const struct call *call) {
-    const int64_t tokens = call->dims[call->nd - 2];
-    const int nd = PyArray_NDIM(call->positions);
-    const int64_t last = nd > 0 ? PyArray_DIM(call->positions, nd - 1) : tokens;
-    const bool swapped = call->nd > 2 && last != tokens && last == call->dims[call->nd - 3];
+static bool error_positions(const struct call *call, const struct cattn_array *positions) {
+    const struct cattn_array *x = call->frozen;
+    const int64_t tokens = x->dims[x->nd - 2];
+    const int64_t last = positions->nd > 0 ? positions->dims[positions->nd - 1] : tokens;
+    const bool swapped = x->nd > 2 && last != tokens && last == x->dims[x->nd - 3];
     return cattn_raise(PyExc_ValueError,
                        "positions has shape %s, which does not fit x's %s: pass one for each of the %lld tokens, shape "
                        "%s, or (*lead, %lld) with the leading axes of x, with or without its axis -3 (heads)%s",
-                       cattn_shape_of(call->positions).text, cattn_show_shape(call->nd, call->dims).text,
+                       cattn_show_shape(positions->nd, positions->dims).text, cattn_show_shape(x->nd, x->dims).text,
                        (long long)tokens, cattn_show_shape(1, &tokens).text, (long long)tokens,
                        swapped ? "; if x is (..., tokens, heads, head_dim), pass x.swapaxes(-3, -2)" : "");
 }
@@ -54,23 +54,25 @@ static bool error_positions(const struct call *call) {
 /* Positions are (T,), or have the leading axes of x, with or without the heads; an axis of 1 is shared. */
 static bool take_positions(struct call *call) {
     struct cattn_tensor *tensor = &call->params->positions;
-    const int own = PyArray_NDIM(call->positions), n_batch_dims = call->nd - 2;
-    int64_t dims[NPY_MAXDIMS];
-    cattn_take_dims(dims, call->positions);
-    if (own < 1 || dims[own - 1] != call->dims[call->nd - 2] ||
+    const struct cattn_array *x = call->frozen;
+    const int n_batch_dims = x->nd - 2;
+    struct cattn_array positions;
+    cattn_freeze(call->positions, "positions", &positions);
+    const int own = positions.nd;
+    if (own < 1 || positions.dims[own - 1] != x->dims[x->nd - 2] ||
         (own > 1 && own - 1 != n_batch_dims && own - 1 != n_batch_dims - 1))
-        return error_positions(call);
+        return error_positions(call, &positions);
     for (int axis = 0; axis < own - 1; axis++)
-        if (dims[axis] != 1 && dims[axis] != call->dims[axis])
-            return error_positions(call);
-    tensor->data = PyArray_DATA(call->positions);
+        if (positions.dims[axis] != 1 && positions.dims[axis] != x->dims[axis])
+            return error_positions(call, &positions);
+    tensor->data = positions.data;
     tensor->row = 1;
     for (int axis = 0; axis < n_batch_dims; axis++)
         tensor->batch[axis] = 0;
-    int64_t stride = dims[own - 1];
+    int64_t stride = positions.dims[own - 1];
     for (int axis = own - 2; axis >= 0; axis--) {
-        tensor->batch[axis] = dims[axis] == 1 ? 0 : stride;
-        stride *= dims[axis];
+        tensor->batch[axis] = positions.dims[axis] == 1 ? 0 : stride;
+        stride *= positions.dims[axis];
     }
     return true;
 }
@@ -175,14 +177,14 @@ static bool make_output(struct call *call, PyObject *out) {
     struct cattn_rope_params *params = call->params;
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = call->type,
-                                           .nd = call->nd,
-                                           .dims = call->dims,
+                                           .nd = call->frozen->nd,
+                                           .dims = call->frozen->dims,
                                            .inputs = &call->x,
                                            .n_inputs = 1,
                                            .in_place = call->x};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
-    cattn_tensor_from(&params->out, call->output.array, call->nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
+    cattn_tensor_from(&params->out, call->output.array, call->frozen->nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
     if (params->n_cols == 1)
         params->x.col = params->out.col = 1;
     return true;
@@ -192,7 +194,8 @@ CATTN_DEFINE_RUN(run, cattn_rope, cattn_rope_params)
 
 PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
     struct cattn_rope_params params;
-    struct call call = {.state = state, .params = &params};
+    struct cattn_array frozen;
+    struct call call = {.state = state, .params = &params, .frozen = &frozen};
     PyObject *result = NULL;
     if (parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
         parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&

@@ -10,9 +10,8 @@ struct call {
     struct cattn_range_args ranges;
     struct cattn_output output;
     int type, axis;
-    int own_nd;    /* of x */
-    int nd;        /* at least 1: a 0-d array is one element in a row */
-    int64_t *dims; /* of x, nd of them */
+    int own_nd;            /* of x */
+    struct cattn_array *x; /* frozen */
 };
 
 static bool parse_x(struct call *call, PyObject *object, const char *name) {
@@ -22,18 +21,8 @@ static bool parse_x(struct call *call, PyObject *object, const char *name) {
     if (x == NULL)
         return false;
     call->type = PyArray_TYPE(x);
-    call->nd = call->own_nd = PyArray_NDIM(x);
-    for (int axis = 0; axis < call->nd; axis++)
-        call->dims[axis] = PyArray_DIM(x, axis);
-    if (call->nd == 0)
-        call->dims[call->nd++] = 1;
+    call->own_nd = cattn_freeze_rows(x, name, call->x);
     return true;
-}
-
-/* Called right after the shape is read: what follows may run Python code, which might change the array. */
-static void take_axis(struct call *call, int axis) {
-    call->axis = axis;
-    cattn_tensor_rows(&call->params->x, call->inputs[X], call->nd, axis);
 }
 
 /* `object` is an int. */
@@ -41,8 +30,8 @@ static bool parse_axis(struct call *call, PyObject *object, const char *name) {
     const Py_ssize_t axis = PyLong_AsSsize_t(object);
     if (axis == -1 && PyErr_Occurred())
         PyErr_Clear(); /* it does not fit a Py_ssize_t: far out of bounds */
-    else if (axis >= -call->nd && axis < call->nd) {
-        take_axis(call, (int)(axis < 0 ? axis + call->nd : axis));
+    else if (axis >= -call->x->nd && axis < call->x->nd) {
+        call->axis = (int)(axis < 0 ? axis + call->x->nd : axis);
         return true;
     }
     PyObject *shown = cattn_shown(object);
@@ -55,10 +44,11 @@ static bool parse_axis(struct call *call, PyObject *object, const char *name) {
 static bool parse_mask(struct call *call, PyObject *object, const char *name) {
     if (object == Py_None)
         return true;
-    PyArrayObject *mask = cattn_arg_mask(call->state, object, name, CATTN_MASK_BOOL, call->type, call->nd, call->dims);
+    PyArrayObject *mask =
+        cattn_arg_mask(call->state, object, name, CATTN_MASK_BOOL, call->type, call->x->nd, call->x->dims);
     call->inputs[WHERE] = mask;
     if (mask != NULL)
-        cattn_tensor_rows(&call->params->mask, mask, call->nd, call->axis);
+        cattn_tensor_rows(&call->params->mask, mask, call->x->nd, call->axis);
     return mask != NULL;
 }
 
@@ -70,19 +60,19 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
     if (!cattn_arg_ranges(call->state, is_causal, query_offset, Py_None, &call->ranges))
         return false;
     params->is_causal = call->ranges.is_causal;
-    if (call->nd < 2) {
+    if (call->x->nd < 2) {
         if (params->is_causal)
             PyErr_Format(PyExc_ValueError,
                          "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d", call->own_nd);
         return !params->is_causal;
     }
-    const int query_axis = call->axis == call->nd - 1 ? call->nd - 2 : call->nd - 1;
+    const int query_axis = call->axis == call->x->nd - 1 ? call->x->nd - 2 : call->x->nd - 1;
     for (int axis = 0; axis < query_axis; axis++) {
         if (axis != call->axis)
-            batch[n_batch_dims++] = call->dims[axis];
+            batch[n_batch_dims++] = call->x->dims[axis];
     }
-    const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[query_axis],
-                                            .seqlen_k = call->dims[call->axis],
+    const struct cattn_range_sizes sizes = {.seqlen_q = call->x->dims[query_axis],
+                                            .seqlen_k = call->x->dims[call->axis],
                                             .n_batch_dims = n_batch_dims,
                                             .batch = batch,
                                             .query_lengths = Py_None,
@@ -97,19 +87,17 @@ static bool make_output(struct call *call, PyObject *out) {
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = call->type,
                                            .nd = call->own_nd,
-                                           .dims = call->dims,
+                                           .dims = call->x->dims,
                                            .inputs = call->inputs,
                                            .n_inputs = N_INPUTS,
                                            .in_place = call->inputs[X]};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
-    params->dtype = cattn_arg_dtype(call->type);
+    CATTN_FILL_ROWS(params, call->x, call->type, call->axis);
     params->storage = cattn_arg_storage(call->type);
-    params->n_batch_dims = call->nd - 1;
-    params->n_cols = call->dims[call->axis];
-    params->n_rows = cattn_take_rows(call->nd, call->dims, call->axis, params->batch_shape);
+    cattn_view_rows(&params->x, call->x, call->x->nd, call->axis);
     params->out_is_new = call->output.array != call->output.given;
-    cattn_tensor_rows(&params->out, call->output.array, call->nd, call->axis);
+    cattn_tensor_rows(&params->out, call->output.array, call->x->nd, call->axis);
     if (params->n_cols == 1)
         params->x.col = params->out.col = 1;
     return true;
@@ -131,8 +119,8 @@ static PyObject *finish(struct call *call, bool parsed) {
 
 PyObject *cattn_body_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
-    int64_t dims[NPY_MAXDIMS];
-    struct call call = {.state = state, .params = &params, .dims = dims};
+    struct cattn_array x;
+    struct call call = {.state = state, .params = &params, .x = &x};
     if (!PyLong_CheckExact(args[SOFTMAX_axis])) /* the helper merges the axes into one, and calls softmax */
         return PyObject_CallFunctionObjArgs(state->softmax_axes, args[SOFTMAX_x], args[SOFTMAX_axis],
                                             args[SOFTMAX_where], args[SOFTMAX_scale], args[SOFTMAX_out], NULL);
@@ -155,8 +143,8 @@ static bool parse_method(struct binding_state *state, PyObject *object, enum cat
 
 PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
-    int64_t dims[NPY_MAXDIMS];
-    struct call call = {.state = state, .params = &params, .dims = dims};
+    struct cattn_array x;
+    struct call call = {.state = state, .params = &params, .x = &x};
     if (!PyLong_CheckExact(args[MASKED_SOFTMAX_axis])) /* as softmax */
         return PyObject_CallFunctionObjArgs(
             state->masked_softmax_axes, args[MASKED_SOFTMAX_scores], args[MASKED_SOFTMAX_axis],
@@ -180,23 +168,12 @@ PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args
 
 CATTN_DEFINE_RUN(run_backward, cattn_softmax_backward, cattn_softmax_backward_params)
 
-/* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. */
-static void take_inputs(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
-                        const int64_t *dims) {
-    cattn_clear_softmax_backward(params);
-    params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
-    params->n_batch_dims = nd - 1;
-    params->n_rows = cattn_take_rows(nd, dims, nd - 1, params->batch_shape);
-    params->n_cols = dims[nd - 1];
-    cattn_tensor_rows(&params->grad, inputs[0], nd, nd - 1);
-    cattn_tensor_rows(&params->weights, inputs[1], nd, nd - 1);
-}
-
 /* softmax_backward(grad_out, weights, scale, out) over the last axis; at least one dimension */
 PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     static const char *const names[] = {"grad_out", "weights"};
     struct binding_state *state = cattn_state(module);
     struct cattn_softmax_backward_params params;
+    struct cattn_array grad, weights;
     PyArrayObject *inputs[2] = {NULL, NULL};
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
@@ -207,10 +184,11 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         if (inputs[i] == NULL)
             goto done;
     }
-    const int type = cattn_arg_promote(state, inputs, 2, "grad_out and weights"), nd = PyArray_NDIM(inputs[1]);
-    int64_t dims[NPY_MAXDIMS];
-    cattn_take_dims(dims, inputs[1]);
-    if (type < 0 || !cattn_arg_has_shape(inputs[0], "grad_out", "weights", nd, dims))
+    const int type = cattn_arg_promote(state, inputs, 2, "grad_out and weights");
+    cattn_freeze(inputs[0], "grad_out", &grad);
+    cattn_freeze(inputs[1], "weights", &weights);
+    const int nd = weights.nd;
+    if (type < 0 || !cattn_check_shape(cattn_python, &grad, "weights", nd, weights.dims))
         goto done;
     if (type != cattn_arg_compute_type(type)) {
         PyErr_SetString(PyExc_TypeError, "weights must be float32 or float64: cattn.softmax_backward widens halves");
@@ -220,14 +198,17 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         PyErr_SetString(PyExc_ValueError, "weights must have at least 1 dimension, got 0");
         goto done;
     }
-    take_inputs(&params, inputs, nd, dims);
+    cattn_clear_softmax_backward(&params);
+    CATTN_FILL_ROWS(&params, &weights, type, nd - 1);
+    cattn_view_rows(&params.grad, &grad, nd, nd - 1);
+    cattn_view_rows(&params.weights, &weights, nd, nd - 1);
     if (!cattn_arg_scale(args[2], type, &params.scale))
         goto done;
     const bool first = args[3] == (PyObject *)inputs[0]; /* in place of one or the other */
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = type,
                                            .nd = nd,
-                                           .dims = dims,
+                                           .dims = weights.dims,
                                            .inputs = inputs,
                                            .n_inputs = 2,
                                            .in_place = inputs[first ? 0 : 1]};

@@ -77,6 +77,16 @@ void cattn_view(struct cattn_tensor *tensor, const struct cattn_array *array, in
         tensor->batch[i] = stride_of(array, --axis);
 }
 
+void cattn_view_rows(struct cattn_tensor *tensor, const struct cattn_array *array, int nd, int col_axis) {
+    const int missing = nd - array->nd;
+    tensor->data = array->data;
+    tensor->head = tensor->row = 0;
+    tensor->col = stride_of(array, col_axis - missing);
+    for (int axis = 0, batch = 0; axis < nd; axis++)
+        if (axis != col_axis)
+            tensor->batch[batch++] = stride_of(array, axis - missing);
+}
+
 /* ---- elements ---- */
 
 void cattn_walk_begin(struct cattn_walk *walk, const struct cattn_array *array, bool repeated) {

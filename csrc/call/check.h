@@ -79,6 +79,8 @@ bool cattn_walk_next(struct cattn_walk *walk);
  * size 1 gets stride 0. */
 enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
 void cattn_view(struct cattn_tensor *tensor, const struct cattn_array *array, int n_batch_dims, int axes);
+/* A view of an array that broadcasts to nd dimensions: `col_axis` becomes col, all others are batch axes. nd >= 1. */
+void cattn_view_rows(struct cattn_tensor *tensor, const struct cattn_array *array, int nd, int col_axis);
 
 /* ---- sizes ---- */
 
@@ -93,6 +95,8 @@ struct cattn_shape {
     bool has_heads; /* axis -3 of the call is heads */
     int n_batch_dims, nd;
     int64_t kv_heads; /* of key and value, 1 without heads */
+    int64_t listed;   /* keys of a row of weights: T_k, or the length of a list of key_indices */
+    int64_t n_top;    /* given by the caller: top keys of each query */
     int64_t *dims;    /* memory of the caller; (*batch, [H], T_q, T_k); of packed sequences (1, H, total_q, total_k) */
 };
 /* For errors about heads and tokens that the arrays would not have with these two axes swapped. */
@@ -106,6 +110,16 @@ bool cattn_check_counts(const struct cattn_door *door, const struct cattn_attent
 bool cattn_check_dropout_batch(const struct cattn_door *door, const struct cattn_attention_params *params);
 /* Larger blocks are the same as one block; the core multiplies sizes by numbers of blocks. */
 void cattn_set_block_size(struct cattn_attention_params *params, int64_t size);
+
+/* ---- results ---- */
+
+/* The shape of an array with these axes, in the letters of operands.h, as the caller sees it: with the rows before the
+ * heads if tokens_first, and without the batch if the sequences are packed. Returns its number of axes. */
+int cattn_result_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
+                       int64_t *dims);
+/* The view of such an array. */
+void cattn_result_view(const struct cattn_shape *shape, const char *axes, const struct cattn_array *array,
+                       struct cattn_tensor *tensor);
 
 /* ---- numbers ---- */
 

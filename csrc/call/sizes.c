@@ -43,6 +43,7 @@ static bool check_tokens(const struct cattn_door *door, const struct cattn_array
     const int64_t key_dim = size_of(&inputs[KEY], shape, 1), value_rows = size_of(&inputs[VALUE], shape, 2);
     params->seqlen_q = shape->dims[shape->nd - 2] = size_of(&inputs[QUERY], shape, 2);
     params->seqlen_k = shape->dims[shape->nd - 1] = size_of(&inputs[KEY], shape, 2);
+    shape->listed = params->seqlen_k;
     params->head_dim = size_of(&inputs[QUERY], shape, 1);
     params->d_v = has_value ? size_of(&inputs[VALUE], shape, 1) : 0;
     if (key_dim != params->head_dim)

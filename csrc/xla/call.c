@@ -281,7 +281,7 @@ static struct xla_error *take_sizes(struct xla_call *call) {
                               block < 1 ? "with a" : "without a");
     for (int i = 0; i < 2 && block > 0; i++) {
         const int64_t tokens = call->sizes[(unsigned char)"TS"[i]];
-        call->sizes[(unsigned char)"XY"[i]] = tokens / block + (tokens % block != 0);
+        call->sizes[(unsigned char)"XY"[i]] = cattn_ceil_div(tokens, block);
     }
     const int64_t heads = call->sizes['N'], kv_heads = call->sizes['K'];
     if (kv_heads > 0 ? heads % kv_heads == 0 : heads == 0)

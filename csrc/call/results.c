@@ -1,0 +1,67 @@
+/* results.c -- shapes and views of what a call returns, by the letters of its axes. See check.h. */
+#include "check.h"
+
+#include <string.h>
+
+static bool is_head(char letter) { return letter == 'N' || letter == 'K'; }
+
+/* Arrays of vectors have the layout of query, key and value; arrays of numbers always have the heads first. */
+static bool has_vectors(const char *axes) { return strpbrk(axes, "HD") != NULL; }
+
+static int64_t size_of(const struct cattn_shape *shape, const struct cattn_attention_params *params, char letter) {
+    switch (letter) {
+    case 'N':
+        return params->num_heads;
+    case 'K':
+        return shape->kv_heads;
+    case 'T':
+        return shape->dims[shape->nd - 2];
+    case 'S':
+        return shape->dims[shape->nd - 1];
+    case 'H':
+        return params->head_dim;
+    case 'D':
+        return params->d_v;
+    case 'L':
+        return shape->listed;
+    default:
+        return shape->n_top;
+    }
+}
+
+int cattn_result_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
+                       int64_t *dims) {
+    const bool swaps = shape->tokens_first && has_vectors(axes);
+    int nd = 0;
+    for (; nd < shape->n_batch_dims; nd++)
+        dims[nd] = shape->dims[nd];
+    for (; *axes != '\0'; axes++)
+        if (shape->has_heads || !is_head(*axes))
+            dims[nd++] = size_of(shape, params, *axes);
+    if (swaps) {
+        const int64_t heads = dims[nd - 3];
+        dims[nd - 3] = dims[nd - 2];
+        dims[nd - 2] = heads;
+    }
+    if (!shape->is_packed)
+        return nd;
+    memmove(dims, dims + 1, (size_t)(nd - 1) * sizeof *dims);
+    return nd - 1;
+}
+
+void cattn_result_view(const struct cattn_shape *shape, const char *axes, const struct cattn_array *array,
+                       struct cattn_tensor *tensor) {
+    int own = 0;
+    for (const char *letter = axes; *letter != '\0'; letter++)
+        own |= is_head(*letter)                      ? (shape->has_heads ? CATTN_AXIS_HEAD : 0)
+               : *letter == 'T' || letter[1] != '\0' ? CATTN_AXIS_ROW
+                                                     : CATTN_AXIS_COL;
+    cattn_view(tensor, array, shape->n_batch_dims, own);
+    if (shape->tokens_first && has_vectors(axes)) {
+        const int64_t heads = tensor->row;
+        tensor->row = tensor->head;
+        tensor->head = heads;
+    }
+    if ((own & CATTN_AXIS_COL) && array->dims[array->nd - 1] == 1)
+        tensor->col = 1; /* kernels read and write a column of its own in place */
+}
