@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cattn
+
 from ..._input.names import with_hints
 from ..._input.objects import BlockMask, Quantized, no_scale_error
 from ..._input.types import Alignment, AttentionOutput, Layout, Window
@@ -21,12 +23,14 @@ from ._operator import (
     forward,
     read_block_mask,
     recorded,
+    tokens_first,
     write_options,
 )
 from ._tensors import (
     DTYPES,
     QUANTIZED,
     as_array,
+    as_tensor,
     check_class,
     check_tensor,
     dtype_of,
@@ -42,7 +46,7 @@ _ALIGNMENTS = {False: "", True: "upper_left", "upper_left": "upper_left", "lower
 
 
 _NUMBER: Any = (int, float, np.floating)
-
+_of_arrays: Any = cattn.scaled_dot_product_attention
 
 ComputeDType: TypeAlias = Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
 
@@ -219,8 +223,12 @@ def attend_at_once(tensors: Any, is_causal: bool, scale: float | None, enable_gq
         options["is_causal"] = "upper_left"
     if scale is not None:
         options["scale"] = scale
-    result: Any = recorded("cattn::attention", forward, (*tensors, None, None), options, False, False)
-    found: Tensor = result[0]
+    found: Tensor
+    if attn_mask is None and not tokens_first(query):  # the shortest way, for most calls
+        array = recorded("cattn::attention", _of_arrays, as_array(query), as_array(key), as_array(value), **options)
+        found = as_tensor(array, query.dtype)
+    else:
+        found = recorded("cattn::attention", forward, (*tensors, None, None), options, False, False)[0]
     return found
 
 

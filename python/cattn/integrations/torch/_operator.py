@@ -72,12 +72,12 @@ def empty_output(rows: tuple[int, ...], query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty((*rows, value.shape[-1]))
 
 
-def recorded(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def recorded(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a function; a profiler that is active shows it under this name, as it shows operators."""
     if not _profiler_enabled():
-        return function(*arguments)
+        return function(*arguments, **options)
     with torch.profiler.record_function(name):
-        return function(*arguments)
+        return function(*arguments, **options)
 
 
 def _stored(tensor: Tensor, name: str, options: dict[str, Any]) -> Any:
