@@ -1,6 +1,4 @@
-/* attention.c -- scaled_dot_product_attention(...) and causal_attention(...), and the way through a call that all
- * forward functions of attention share: parse, allocate, run the core, build the result.
- */
+/* attention.c -- the forward functions of attention: parse, allocate, run the core, build the result. */
 #include "attention_call.h"
 #include "fp_mode.h"
 

@@ -1,5 +1,7 @@
-/* attention_args.c -- attention's arguments on their way into the params: query, key and value with dtypes, layout,
- * sizes, heads and batch; then masks, ranges, numbers of heads and lists of keys.
+/* attention_args.c -- attention's arguments on their way into the params.
+ *
+ * Query, key and value come first, with dtypes, layout, sizes, heads and batch; then masks, ranges, numbers of heads
+ * and lists of keys.
  */
 #include "attention_call.h"
 #include "fp_mode.h"

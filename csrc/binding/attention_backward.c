@@ -1,5 +1,4 @@
-/* attention_backward.c -- attention_backward(...): parse, check the results of the forward pass, allocate, run the
- * core.
+/* attention_backward.c -- attention_backward(...): parse, check the forward pass's results, allocate, run the core.
  *
  * The core's gradients have the shapes of the whole call. Where an argument was broadcast, or is in half precision, the
  * helper sum_gradients makes of them what the caller gets.

@@ -1,6 +1,4 @@
-/* derivatives.c -- results of a forward pass as arguments, with their gradients and tangents; and tangents of the
- * inputs, each with the shape of its input.
- */
+/* derivatives.c -- results of a forward pass as arguments, with gradients and tangents; and tangents of inputs. */
 #include "attention_call.h"
 
 static bool has_rows_only(int which) {

@@ -1,6 +1,4 @@
-/* gil.c -- how the binding runs the core: with or without the GIL, with an eye on signals, and in the default
- * floating-point mode.
- */
+/* gil.c -- how the binding runs the core: with or without the GIL, watching signals, in the default floating mode. */
 #include "args.h"
 #include "fp_mode.h"
 

@@ -1,5 +1,6 @@
-/* key_ranges.c -- which keys a query sees: alignment, offset, window, lengths and first keys. The
- * arguments are checked before the sizes of the call are known, so it has two steps: parse, then settle.
+/* key_ranges.c -- which keys a query sees: alignment, offset, window, lengths and first keys.
+ *
+ * The arguments are checked before the sizes of the call are known, so it has two steps: parse, then settle.
  */
 #include "attention_call.h"
 

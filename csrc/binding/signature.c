@@ -1,5 +1,4 @@
-/* signature.c -- the public functions that are builtins: they bind arguments in C, by the signature of the Python
- * function that documents them.
+/* signature.c -- public functions that are builtins: they bind arguments by the signature of their Python function.
  *
  * Python takes a quarter of a call over six tokens to look up the defaults of fifteen keyword-only arguments. So a
  * public function whose work is done in C is written in Python with a docstring for its body, and `_register` replaces

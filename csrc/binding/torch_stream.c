@@ -1,5 +1,4 @@
-/* torch_stream.c -- the type TorchStream: a torch generator that one thread at a time draws from, and methods that fill
- * arrays from it.
+/* torch_stream.c -- the type TorchStream: a torch generator, from which one thread at a time fills arrays.
  *
  * cattn.TorchGenerator is its subclass in Python: it reads shapes and dtypes, makes C-contiguous arrays and passes them
  * to the methods. Every draw works on a copy of the generator and puts it back after it has succeeded: a call that

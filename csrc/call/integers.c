@@ -1,5 +1,4 @@
-/* integers.c -- integers of any type, copied to int64 and checked: lengths, starts, offsets, edges, lists of keys. See
- * check.h.
+/* integers.c -- integers of any type, copied to int64 and checked: lengths, offsets, edges, lists of keys. See check.h.
  */
 #include "check.h"
 

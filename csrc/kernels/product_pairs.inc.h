@@ -1,5 +1,7 @@
-/* product_pairs.inc.h -- the operands of products of two matrices as pairs of bfloat16, with the functions of
- * product_reals.inc.h. A column of terms is a pair of columns; the element that the last pair lacks is 0.
+/* product_pairs.inc.h -- the operands of products of two matrices as pairs of bfloat16.
+ *
+ * The functions have the names of product_reals.inc.h. A column of terms is a pair of columns; the element that the
+ * last pair lacks is 0.
  */
 
 #define OPERAND_STORAGE CATTN_STORED_BF16

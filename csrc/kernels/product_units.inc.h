@@ -1,6 +1,7 @@
-/* product_units.inc.h -- products of two matrices on units of tiles, for the tables of TABLE_BITS 17: the functions of
- * product.inc.h and product_few.inc.h in the order of bf16_units.inc.h. A sum begins with +0 and has all groups in
- * order.
+/* product_units.inc.h -- products of two matrices on units of tiles, for the tables of TABLE_BITS 17.
+ *
+ * The functions have the names of product.inc.h and product_few.inc.h, and the order of bf16_units.inc.h: a sum begins
+ * with +0 and has all groups in order.
  */
 
 /* Columns of A that are packed at a time: those of a unit and of its rows of B stay in the L1 cache. */

@@ -1,5 +1,4 @@
-/* call.h -- the functions that XLA calls, and one call on its way from the call frame to the core: its operands, sizes
- * and options.
+/* call.h -- the functions that XLA calls, and one call on its way from the frame to the core: operands, sizes, numbers.
  *
  * XLA calls them on its own threads and without the GIL. cattn.integrations.jax knows their arguments.
  */
