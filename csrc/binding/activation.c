@@ -56,13 +56,8 @@ static bool parse_inputs(struct call *call, PyObject *x, PyObject *grad) {
 
 static bool make_output(struct call *call, PyObject *out) {
     const bool in_gradient = call->inputs[GRAD] != NULL && out == (PyObject *)call->inputs[GRAD];
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = call->type,
-                                           .nd = call->own_nd,
-                                           .dims = call->x->dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_INPUTS,
-                                           .in_place = call->inputs[in_gradient ? GRAD : X]};
+    const struct cattn_output_spec spec = {
+        "out", call->type, call->own_nd, call->x->dims, call->inputs, N_INPUTS, call->inputs[in_gradient ? GRAD : X]};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
     struct cattn_array frozen;

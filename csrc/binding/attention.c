@@ -88,14 +88,14 @@ __attribute__((noinline)) static bool make_outputs(struct cattn_call *call, PyOb
         struct cattn_array frozen;
         const struct cattn_output_spec spec = {.name = names[i],
                                                .type = output_type(call, i, given[i]),
-                                               .nd = cattn_result_shape(&call->shape, params, OUTPUTS[i].axes, dims),
+                                               .nd = cattn_axes_shape(&call->shape, params, OUTPUTS[i].axes, dims),
                                                .dims = dims,
                                                .inputs = call->inputs,
                                                .n_inputs = N_ATTENTION_OPERANDS};
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
         cattn_freeze(call->outputs[i].array, names[i], &frozen);
-        cattn_result_view(&call->shape, OUTPUTS[i].axes, &frozen, tensors[i]);
+        cattn_axes_view(&call->shape, OUTPUTS[i].axes, EXACTLY, &frozen, tensors[i]);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -121,12 +121,8 @@ __attribute__((noinline)) static bool weights_out(struct cattn_call *call, PyObj
         return true;
     int64_t dims[NPY_MAXDIMS];
     memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = call->half_type,
-                                           .nd = call->shape.nd,
-                                           .dims = dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_ATTENTION_OPERANDS};
+    const struct cattn_output_spec spec = {
+        "out", call->half_type, call->shape.nd, dims, call->inputs, N_ATTENTION_OPERANDS, NULL};
     return cattn_arg_output(call->state, out, &spec, &call->outputs[OUT]);
 }
 
@@ -396,7 +392,7 @@ static PyObject *describe_outputs(struct cattn_call *call) {
         if (!call->wants[i])
             continue;
         int64_t dims[NPY_MAXDIMS];
-        const int nd = cattn_result_shape(&call->shape, call->params, OUTPUTS[i].axes, dims);
+        const int nd = cattn_axes_shape(&call->shape, call->params, OUTPUTS[i].axes, dims);
         PyObject *shape = cattn_shape_tuple(nd, dims), *output = NULL;
         if (shape != NULL)
             output = Py_BuildValue("(NN)", shape, (PyObject *)PyArray_DescrFromType(output_type(call, i, NULL)));

@@ -14,24 +14,26 @@ static const char *name_of(int operand) { return cattn_operands[operand].name; }
 static int scale_of(int input) { return input == OPERAND_key ? OPERAND_key_scale : OPERAND_value_scale; }
 static const char *scale_name(int input) { return input == OPERAND_key ? "key.scale" : "value.scale"; }
 
-void cattn_call_view(const struct cattn_call *call, const struct cattn_array *array, struct cattn_tensor *tensor) {
-    cattn_view(tensor, array, call->shape.n_batch_dims, call->axes);
-    if (call->shape.tokens_first) {
-        const int64_t heads = tensor->row;
-        tensor->row = tensor->head;
-        tensor->head = heads;
-    }
+static void view_frozen(const struct cattn_call *call, int operand, const struct cattn_array *array) {
+    const struct cattn_operand_row *row = &cattn_operands[operand];
+    cattn_axes_view(&call->shape, row->axes, row->fits, array, cattn_operand_view(call->params, operand));
+}
+
+static void view_operand(const struct cattn_call *call, int operand) {
+    struct cattn_array frozen;
+    cattn_freeze(call->inputs[operand], name_of(operand), &frozen);
+    view_frozen(call, operand, &frozen);
 }
 
 PyArrayObject *cattn_call_new(const struct cattn_call *call, const char *axes, int type, bool zeros,
                               struct cattn_tensor *tensor) {
     int64_t dims[NPY_MAXDIMS];
     struct cattn_array frozen;
-    const int nd = cattn_result_shape(&call->shape, call->params, axes, dims);
+    const int nd = cattn_axes_shape(&call->shape, call->params, axes, dims);
     PyArrayObject *array = (zeros ? cattn_new_zeros : cattn_new_array)(nd, dims, type);
     if (array != NULL) {
         cattn_freeze(array, "the result", &frozen);
-        cattn_result_view(&call->shape, axes, &frozen, tensor);
+        cattn_axes_view(&call->shape, axes, EXACTLY, &frozen, tensor);
     }
     return array;
 }
@@ -152,17 +154,14 @@ static bool freeze_inputs(const struct cattn_call *call, const enum cattn_storag
 
 static bool view_inputs(struct cattn_call *call, const struct cattn_array *inputs, const struct cattn_array *scales) {
     for (int i = OPERAND_query; i <= OPERAND_value; i++) {
-        struct cattn_tensor *tensor = cattn_operand_view(call->params, i);
         if (inputs[i].data == NULL)
             continue;
-        cattn_call_view(call, &inputs[i], tensor);
-        if (inputs[i].dims[inputs[i].nd - 1] == 1)
-            tensor->col = 1;
+        view_frozen(call, i, &inputs[i]);
         if (scales[i].data == NULL)
             continue;
         if (!cattn_check_scale_shape(&scales[i], &inputs[i]))
             return false;
-        cattn_call_view(call, &scales[i], cattn_operand_view(call->params, scale_of(i)));
+        view_frozen(call, scale_of(i), &scales[i]);
     }
     return true;
 }
@@ -180,7 +179,6 @@ static bool parse_shapes(struct cattn_call *call, PyObject *const *args) {
         !freeze_inputs(call, quantized, inputs, scales) ||
         !cattn_check_sizes(cattn_python, inputs, &call->shape, call->params))
         return false;
-    call->axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->shape.has_heads ? CATTN_AXIS_HEAD : 0);
     return view_inputs(call, inputs, scales);
 }
 
@@ -200,11 +198,10 @@ static void take_bias(struct cattn_call *call, PyArrayObject *bias, const char *
     struct cattn_attention_params *params = call->params;
     struct cattn_array *frozen = &call->frozen->bias;
     cattn_freeze(bias, name, frozen);
-    cattn_view(&params->bias[params->n_bias++], frozen, call->shape.n_batch_dims, call->axes);
+    cattn_axes_view(&call->shape, "NTS", BROADCASTS, frozen, &params->bias[params->n_bias++]);
 }
 
 static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
-    struct cattn_attention_params *params = call->params;
     call->frozen->bias.data = NULL;
     if (args[ARG_attn_mask] != Py_None) {
         PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY,
@@ -213,7 +210,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
         if (mask == NULL)
             return false;
         if (PyArray_TYPE(mask) == NPY_BOOL) {
-            cattn_tensor_from(&params->attn_mask, mask, call->shape.n_batch_dims, call->axes);
+            view_operand(call, OPERAND_attn_mask);
         } else {
             take_bias(call, mask, "attn_mask");
             if (!cattn_arg_warn_binary(mask, "attn_mask"))
@@ -270,7 +267,7 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask) {
     PyArrayObject *blocks = call->inputs[OPERAND_block_mask] = parse_blocks(call, mask, dims);
     if (blocks == NULL)
         return false;
-    cattn_tensor_from(&params->block_mask, blocks, call->shape.n_batch_dims, call->axes);
+    view_operand(call, OPERAND_block_mask);
     return true;
 }
 
@@ -322,8 +319,7 @@ static bool parse_head_numbers(struct cattn_call *call, PyObject *object, int op
     Py_XDECREF((PyObject *)given);
     if (call->inputs[operand] == NULL)
         return false;
-    cattn_tensor_from(cattn_operand_view(call->params, operand), call->inputs[operand], call->shape.n_batch_dims,
-                      CATTN_AXIS_HEAD);
+    view_operand(call, operand);
     return true;
 }
 
@@ -367,7 +363,7 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     Py_XDECREF(array);
     if (!copied)
         return false;
-    cattn_tensor_from(&params->key_indices, call->inputs[OPERAND_key_indices], call->shape.n_batch_dims, call->axes);
+    view_operand(call, OPERAND_key_indices);
     params->n_indices = call->shape.listed;
     params->own_head_lists = call->shape.has_heads && given.nd >= 3 && given.dims[given.nd - 3] > 1;
     params->own_row_lists = given.nd >= 2 && given.dims[given.nd - 2] > 1;

@@ -21,11 +21,14 @@ struct backward {
 /* ---- gradients ---- */
 
 /* The core writes the gradient of the query once, and adds to the others. This one has a shape of its own. */
-static bool make_sum(struct backward *b, int i, int nd, const int64_t *dims, struct cattn_tensor *tensor, int axes) {
+static bool make_sum(struct backward *b, int i, const char *axes, int nd, const int64_t *dims,
+                     struct cattn_tensor *tensor) {
+    struct cattn_array frozen;
     b->gradients[i] = cattn_new_zeros(nd, dims, b->call.compute_type);
     if (b->gradients[i] == NULL)
         return false;
-    cattn_tensor_from(tensor, b->gradients[i], b->call.shape.n_batch_dims, axes);
+    cattn_freeze(b->gradients[i], "the gradient", &frozen);
+    cattn_axes_view(&b->call.shape, axes, BROADCASTS, &frozen, tensor);
     return true;
 }
 
@@ -42,11 +45,11 @@ static bool make_bias_gradient(struct backward *b) {
     else if (one_col && call->params->seqlen_k != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_COLS;
     else
-        return make_sum(b, GRAD_BIAS, own, bias->dims, &b->params.grad_bias, call->axes);
+        return make_sum(b, GRAD_BIAS, "NTS", own, bias->dims, &b->params.grad_bias);
     int64_t dims[NPY_MAXDIMS];
     memcpy(dims, call->shape.dims, (size_t)nd * sizeof *dims);
     dims[b->params.bias_sum == CATTN_BIAS_SUM_ROWS ? nd - 2 : nd - 1] = 1;
-    return make_sum(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, call->axes);
+    return make_sum(b, GRAD_BIAS, "NTS", nd, dims, &b->params.grad_bias);
 }
 
 static bool make_gradients(struct backward *b) {
@@ -68,7 +71,7 @@ static bool make_gradients(struct backward *b) {
     if (call->packed != NULL)
         dims[0] = call->packed->queries.n_sequences;
     dims[n_batch_dims] = call->params->num_heads;
-    return make_sum(b, GRAD_SINKS, n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
+    return make_sum(b, GRAD_SINKS, "N", n_batch_dims + 1, dims, &b->params.grad_sinks);
 }
 
 /* ---- running ---- */

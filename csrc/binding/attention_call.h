@@ -124,7 +124,6 @@ struct cattn_call {
     bool as_tuple;               /* the result is an AttentionOutput */
     int lse_type;                /* the dtype that return_lse names; NPY_BOOL (0): none */
     bool has_seed;               /* dropout_seed draws the same mask again */
-    int axes;                    /* of query, key, value and masks, for cattn_tensor_from */
     int compute_type;            /* NumPy's type number of the computation */
     int stored_type;             /* the same of query, key, value, out and weights */
     bool rounds_inputs;          /* gradients: compute_dtype rounds query, key and value before the call */
@@ -135,8 +134,6 @@ struct cattn_call {
     struct cattn_frozen *frozen;
 };
 
-/* The view of query, key or value, or of a scale of one of them. */
-void cattn_call_view(const struct cattn_call *call, const struct cattn_array *array, struct cattn_tensor *tensor);
 /* A new array for a result with these axes, in letters, and its tensor; of zeros where the core adds to it. */
 PyArrayObject *cattn_call_new(const struct cattn_call *call, const char *axes, int type, bool zeros,
                               struct cattn_tensor *tensor);

@@ -48,14 +48,14 @@ bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, 
     const char *const axes = rows_only ? "NT" : "NTD";
     int64_t dims[NPY_MAXDIMS];
     struct cattn_array frozen;
-    const int nd = cattn_result_shape(&call->shape, call->params, axes, dims);
+    const int nd = cattn_axes_shape(&call->shape, call->params, axes, dims);
     if ((results->arrays[which] = cattn_arg_floats(call->state, object, name)) == NULL ||
         !widen(results, call, which, object, name))
         return false;
     cattn_freeze(results->arrays[which], name, &frozen);
     if (!cattn_check_shape(cattn_python, &frozen, whose, nd, dims))
         return false;
-    cattn_result_view(&call->shape, axes, &frozen, tensor);
+    cattn_axes_view(&call->shape, axes, EXACTLY, &frozen, tensor);
     return true;
 }
 
@@ -93,6 +93,8 @@ static bool convert(struct cattn_call *call, PyArrayObject **array, PyObject *gi
 static bool take(struct cattn_call *call, int which, PyObject *object, PyArrayObject **array,
                  struct cattn_tensor *tensor) {
     static const char *const missing[] = {"query", "key", "value", "a bias or a float attn_mask", "sinks"};
+    static const int inputs[] = {OPERAND_query, OPERAND_key, OPERAND_value, OPERAND_bias, OPERAND_sinks};
+    const struct cattn_operand_row *row = &cattn_operands[inputs[which]];
     const int wanted = which <= VALUE_TANGENT ? call->stored_type : call->compute_type;
     struct cattn_array input = {.data = NULL}, frozen;
     if (!find_input(call, which, &input))
@@ -103,12 +105,7 @@ static bool take(struct cattn_call *call, int which, PyObject *object, PyArrayOb
     cattn_freeze(*array, NAMES[which], &frozen);
     if (!cattn_check_shape(cattn_python, &frozen, input.name, input.nd, input.dims))
         return false;
-    if (which > VALUE_TANGENT)
-        cattn_view(tensor, &frozen, call->shape.n_batch_dims, which == SINKS_TANGENT ? CATTN_AXIS_HEAD : call->axes);
-    else
-        cattn_call_view(call, &frozen, tensor);
-    if (which <= VALUE_TANGENT && frozen.dims[frozen.nd - 1] == 1)
-        tensor->col = 1;
+    cattn_axes_view(&call->shape, row->axes, row->fits, &frozen, tensor);
     return true;
 }
 

@@ -30,13 +30,7 @@ static void view_output(const struct call *call, const struct cattn_output *outp
 }
 
 static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
-    struct cattn_output_spec spec = {.name = "out",
-                                     .type = call->type,
-                                     .nd = call->own_nd,
-                                     .dims = call->frozen->dims,
-                                     .inputs = &call->x,
-                                     .n_inputs = 1,
-                                     .in_place = call->x};
+    struct cattn_output_spec spec = {"out", call->type, call->own_nd, call->frozen->dims, &call->x, 1, call->x};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
     view_output(call, &call->output, &call->params->out);

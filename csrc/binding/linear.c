@@ -171,12 +171,7 @@ static void take_scales(struct cattn_operand *operand, const struct cattn_array 
 
 /* The output, with rows that are one axis: a temporary stands in for another layout. */
 static bool make_output(struct call *call, PyObject *out, struct cattn_output *output) {
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = call->type,
-                                           .nd = call->nd,
-                                           .dims = call->dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_INPUTS};
+    const struct cattn_output_spec spec = {"out", call->type, call->nd, call->dims, call->inputs, N_INPUTS, NULL};
     struct cattn_output temporary = {NULL, NULL};
     struct cattn_array frozen;
     int64_t row;
@@ -304,7 +299,7 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
     call.nd = a->nd;
     memcpy(call.dims, a->dims, (size_t)a->nd * sizeof *a->dims);
     call.dims[call.nd - 1] = b->dims[call.nd - 2];
-    const struct cattn_output_spec spec = {.name = "out", .type = call.type, .nd = call.nd, .dims = call.dims};
+    const struct cattn_output_spec spec = {"out", call.type, call.nd, call.dims, NULL, 0, NULL};
     if (!cattn_arg_output(call.state, NULL, &spec, &output))
         goto done;
     struct cattn_product_params params = {.dtype = cattn_arg_dtype(call.type),

@@ -87,13 +87,8 @@ static void view_new(const struct call *call, struct cattn_tensor *tensor, PyArr
 
 static bool make_output(struct call *call, struct cattn_norm_params *params, PyObject *out,
                         struct cattn_output *output) {
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = call->type,
-                                           .nd = call->nd,
-                                           .dims = call->frozen[X].dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_INPUTS,
-                                           .in_place = call->inputs[X]};
+    const struct cattn_output_spec spec = {"out",        call->type, call->nd,       call->frozen[X].dims,
+                                           call->inputs, N_INPUTS,   call->inputs[X]};
     if (!cattn_arg_output(call->state, out, &spec, output))
         return false;
     cattn_clear_norm(params);
@@ -145,8 +140,7 @@ enum { GRAD_X, GRAD_WEIGHT, GRAD_BIAS, N_GRADIENTS };
 
 static bool make_gradients(struct call *call, struct cattn_norm_backward_params *params,
                            struct cattn_output outputs[N_GRADIENTS]) {
-    struct cattn_output_spec spec = {
-        .name = "the gradient", .type = call->type, .nd = call->nd, .dims = call->frozen[X].dims};
+    struct cattn_output_spec spec = {"the gradient", call->type, call->nd, call->frozen[X].dims, NULL, 0, NULL};
     struct cattn_tensor *const columns[N_GRADIENTS] = {[GRAD_WEIGHT] =
                                                            call->inputs[WEIGHT] != NULL ? &params->grad_weight : NULL,
                                                        [GRAD_BIAS] = call->centred ? &params->grad_bias : NULL};

@@ -175,13 +175,8 @@ static bool parse_scaling(struct call *call, PyObject *object) {
 
 static bool make_output(struct call *call, PyObject *out) {
     struct cattn_rope_params *params = call->params;
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = call->type,
-                                           .nd = call->frozen->nd,
-                                           .dims = call->frozen->dims,
-                                           .inputs = &call->x,
-                                           .n_inputs = 1,
-                                           .in_place = call->x};
+    const struct cattn_output_spec spec = {"out",    call->type, call->frozen->nd, call->frozen->dims,
+                                           &call->x, 1,          call->x};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
     cattn_tensor_from(&params->out, call->output.array, call->frozen->nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);

@@ -84,13 +84,8 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
 
 static bool make_output(struct call *call, PyObject *out) {
     struct cattn_softmax_params *params = call->params;
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = call->type,
-                                           .nd = call->own_nd,
-                                           .dims = call->x->dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_INPUTS,
-                                           .in_place = call->inputs[X]};
+    const struct cattn_output_spec spec = {"out",        call->type, call->own_nd,   call->x->dims,
+                                           call->inputs, N_INPUTS,   call->inputs[X]};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
     CATTN_FILL_ROWS(params, call->x, call->type, call->axis);
@@ -205,13 +200,7 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
     if (!cattn_arg_scale(args[2], type, &params.scale))
         goto done;
     const bool first = args[3] == (PyObject *)inputs[0]; /* in place of one or the other */
-    const struct cattn_output_spec spec = {.name = "out",
-                                           .type = type,
-                                           .nd = nd,
-                                           .dims = weights.dims,
-                                           .inputs = inputs,
-                                           .n_inputs = 2,
-                                           .in_place = inputs[first ? 0 : 1]};
+    const struct cattn_output_spec spec = {"out", type, nd, weights.dims, inputs, 2, inputs[first ? 0 : 1]};
     if (!cattn_arg_output(state, args[3], &spec, &output))
         goto done;
     cattn_tensor_rows(&params.out, output.array, nd, nd - 1);
@@ -253,7 +242,7 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
                                             .query_lengths = Py_None,
                                             .key_lengths = Py_None,
                                             .first_keys = Py_None};
-    const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
+    const struct cattn_output_spec spec = {"the mask", NPY_BOOL, 2, dims, NULL, 0, NULL};
     if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
         goto done;
     params.mask = (uint8_t *)PyArray_BYTES(output.array);

@@ -111,15 +111,15 @@ bool cattn_check_dropout_batch(const struct cattn_door *door, const struct cattn
 /* Larger blocks are the same as one block; the core multiplies sizes by numbers of blocks. */
 void cattn_set_block_size(struct cattn_attention_params *params, int64_t size);
 
-/* ---- results ---- */
+/* ---- axes ---- */
 
 /* The shape of an array with these axes, in the letters of operands.h, as the caller sees it: with the rows before the
  * heads if tokens_first, and without the batch if the sequences are packed. Returns its number of axes. */
-int cattn_result_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
-                       int64_t *dims);
-/* The view of such an array. */
-void cattn_result_view(const struct cattn_shape *shape, const char *axes, const struct cattn_array *array,
-                       struct cattn_tensor *tensor);
+int cattn_axes_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
+                     int64_t *dims);
+/* The view of such an array. One that fits EXACTLY may have a column of its own, which kernels read in place. */
+void cattn_axes_view(const struct cattn_shape *shape, const char *axes, enum cattn_fits fits,
+                     const struct cattn_array *array, struct cattn_tensor *tensor);
 
 /* ---- numbers ---- */
 

@@ -143,21 +143,6 @@ static void round_lse(const struct xla_call *call) {
     cattn_fp_leave(mode);
 }
 
-struct xla_error *cattn_xla_forward(struct xla_frame *frame) {
-    if (cattn_xla_describe(frame))
-        return NULL;
-    struct xla_call call;
-    struct cattn_backward_params params;
-    cattn_clear_backward(&params);
-    struct xla_error *error = cattn_xla_parse(&call, frame, FORWARD, FORWARD | ALL_INPUTS | BIT(residual) | BIT(lse));
-    if (error == NULL)
-        error = run(&call, &params, compute_forward);
-    if (error == NULL && call.operands[XLA_residual] != NULL && call.operands[XLA_lse] != NULL)
-        round_lse(&call);
-    cattn_xla_clear(&call);
-    return error;
-}
-
 /* A gradient with one row for several queries, or one column for several keys, is a sum over them. */
 static enum cattn_bias_sum bias_sum(const struct xla_call *call) {
     const struct xla_buffer *gradient = call->operands[XLA_grad_bias];
@@ -211,21 +196,6 @@ static enum cattn_status compute_jvp(const struct xla_call *call, int64_t index,
     return cattn_attention_jvp(&jvp);
 }
 
-struct xla_error *cattn_xla_jvp(struct xla_frame *frame) {
-    if (cattn_xla_describe(frame))
-        return NULL;
-    struct xla_call call;
-    struct cattn_backward_params params;
-    cattn_clear_backward(&params);
-    struct xla_error *error = cattn_xla_parse(&call, frame, JVP, JVP | PLAIN_INPUTS | TANGENTS);
-    if (error == NULL)
-        error = check_tangents(&call);
-    if (error == NULL)
-        error = run(&call, &params, compute_jvp);
-    cattn_xla_clear(&call);
-    return error;
-}
-
 static enum cattn_status compute_backward(const struct xla_call *call, int64_t index,
                                           struct cattn_backward_params *params) {
     params->bias_sum = bias_sum(call);
@@ -245,33 +215,55 @@ static enum cattn_status compute_backward(const struct xla_call *call, int64_t i
     return cattn_attention_backward(params);
 }
 
-/* The gradients of attention, or of its derivative. */
-static struct xla_error *differentiate(struct xla_frame *frame, bool of_tangents) {
+/* ---- entry points ---- */
+
+/* A pass: the operands that it cannot do without, and others that it knows. */
+struct pass {
+    uint64_t required, others;
+    bool of_tangents; /* gradients of attention's derivative */
+    enum cattn_status (*compute)(const struct xla_call *, int64_t, struct cattn_backward_params *);
+};
+
+/* Most calls lack what the checks between parsing and running are about. */
+static struct xla_error *handle(struct xla_frame *frame, const struct pass *pass) {
     if (cattn_xla_describe(frame))
         return NULL;
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
-    params.of_tangents = of_tangents;
-    const uint64_t required = of_tangents ? JVP_BACKWARD : BACKWARD;
-    const uint64_t inputs = of_tangents ? PLAIN_INPUTS | TANGENTS : ALL_INPUTS;
-    struct xla_error *error = cattn_xla_parse(
-        &call, frame, required, required | inputs | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
+    params.of_tangents = pass->of_tangents;
+    struct xla_error *error = cattn_xla_parse(&call, frame, pass->required, pass->required | pass->others);
     if (error == NULL)
         error = check_tangents(&call);
     if (error == NULL)
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)
         error = cattn_xla_fail(frame, XLA_INVALID_ARGUMENT, "there are no sinks for grad_sinks");
-    for (int i = XLA_grad_key; error == NULL && i < XLA_N_OPERANDS; i++) {
+    for (int i = XLA_grad_key; error == NULL && i < XLA_N_OPERANDS; i++)
         if (call.operands[i] != NULL && call.operands[i]->data != NULL)
             memset(call.operands[i]->data, 0, cattn_xla_bytes(&call, i)); /* the core adds to them */
-    }
     if (error == NULL)
-        error = run(&call, &params, compute_backward);
+        error = run(&call, &params, pass->compute);
+    if (error == NULL && call.operands[XLA_residual] != NULL && call.operands[XLA_lse] != NULL)
+        round_lse(&call);
     cattn_xla_clear(&call);
     return error;
 }
 
-struct xla_error *cattn_xla_backward(struct xla_frame *frame) { return differentiate(frame, false); }
-struct xla_error *cattn_xla_jvp_backward(struct xla_frame *frame) { return differentiate(frame, true); }
+#define OF_RESULTS (BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks))
+
+struct xla_error *cattn_xla_forward(struct xla_frame *frame) {
+    return handle(frame, &(struct pass){FORWARD, ALL_INPUTS | BIT(residual) | BIT(lse), false, compute_forward});
+}
+
+struct xla_error *cattn_xla_jvp(struct xla_frame *frame) {
+    return handle(frame, &(struct pass){JVP, PLAIN_INPUTS | TANGENTS, false, compute_jvp});
+}
+
+struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
+    return handle(frame, &(struct pass){BACKWARD, ALL_INPUTS | OF_RESULTS, false, compute_backward});
+}
+
+struct xla_error *cattn_xla_jvp_backward(struct xla_frame *frame) {
+    return handle(frame, &(struct pass){JVP_BACKWARD, PLAIN_INPUTS | TANGENTS | OF_RESULTS, true, compute_backward});
+}

@@ -1,4 +1,4 @@
-/* results.c -- shapes and views of what a call returns, by the letters of its axes. See check.h. */
+/* axes.c -- shapes of results, and views of all arrays of a call, by the letters of their axes. See check.h. */
 #include "check.h"
 
 #include <string.h>
@@ -29,8 +29,8 @@ static int64_t size_of(const struct cattn_shape *shape, const struct cattn_atten
     }
 }
 
-int cattn_result_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
-                       int64_t *dims) {
+int cattn_axes_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
+                     int64_t *dims) {
     const bool swaps = shape->tokens_first && has_vectors(axes);
     int nd = 0;
     for (; nd < shape->n_batch_dims; nd++)
@@ -49,11 +49,12 @@ int cattn_result_shape(const struct cattn_shape *shape, const struct cattn_atten
     return nd - 1;
 }
 
-void cattn_result_view(const struct cattn_shape *shape, const char *axes, const struct cattn_array *array,
-                       struct cattn_tensor *tensor) {
+void cattn_axes_view(const struct cattn_shape *shape, const char *axes, enum cattn_fits fits,
+                     const struct cattn_array *array, struct cattn_tensor *tensor) {
+    const bool of_heads = axes[0] != '\0' && axes[1] == '\0'; /* one number for each, even without an axis of heads */
     int own = 0;
     for (const char *letter = axes; *letter != '\0'; letter++)
-        own |= is_head(*letter)                      ? (shape->has_heads ? CATTN_AXIS_HEAD : 0)
+        own |= is_head(*letter)                      ? (shape->has_heads || of_heads ? CATTN_AXIS_HEAD : 0)
                : *letter == 'T' || letter[1] != '\0' ? CATTN_AXIS_ROW
                                                      : CATTN_AXIS_COL;
     cattn_view(tensor, array, shape->n_batch_dims, own);
@@ -62,6 +63,6 @@ void cattn_result_view(const struct cattn_shape *shape, const char *axes, const 
         tensor->row = tensor->head;
         tensor->head = heads;
     }
-    if ((own & CATTN_AXIS_COL) && array->dims[array->nd - 1] == 1)
-        tensor->col = 1; /* kernels read and write a column of its own in place */
+    if (fits == EXACTLY && (own & CATTN_AXIS_COL) && array->dims[array->nd - 1] == 1)
+        tensor->col = 1;
 }
