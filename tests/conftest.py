@@ -27,11 +27,14 @@ _common = hypothesis.settings(
 )
 hypothesis.settings.register_profile("ci", _common, derandomize=True, database=None)
 hypothesis.settings.register_profile("dev", _common)
+hypothesis.settings.register_profile("quick", _common, derandomize=True, database=None, max_examples=33)
 hypothesis.settings.register_profile("long", _common, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # The name of a case that runs on a table which its whole name chooses.
 SLOWER = "a slower table"
+# Tests of what stands beside the library, and takes the quick form a fifth of its time.
+BESIDE = ("test_benchmarks.py", "test_build.py")
 # The folders whose tests compare bits.
 BITS = ("bits", "equivalences")
 
@@ -52,7 +55,9 @@ def processor() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker from which docs/promises.md is made."""
+    """Register the marker from which docs/promises.md is made; the quick form draws a third of the examples."""
+    if is_quick(config) and "HYPOTHESIS_PROFILE" not in os.environ:
+        hypothesis.settings.load_profile("quick")
     config.addinivalue_line("markers", "promise(*names): the promises of docs/promises.toml that this test checks")
 
 
@@ -123,14 +128,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the tests marked `thorough` are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `long`, and mark as `thorough` all but a few cases of each test function."""
+    """Leave out the tests marked `long`, and mark as `thorough` all but a few cases of each test function.
+
+    Benchmarks and the build are thorough as a whole. A random test runs in both forms: the quick form draws less.
+    """
     if not config.option.nightly:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        if given.get("share") == "others":
+        draws_less = not is_quick(config) and hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        if given.get("share") == "others" or item.path.name in BESIDE or draws_less:
             item.add_marker(pytest.mark.thorough)
         else:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -9,11 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
-from support import INF, NAN, assert_same_bits, every_way, everything, forced, in_contract, looped, part, table
+from support import (
+    INF,
+    NAN,
+    assert_same_bits,
+    every_way,
+    everything,
+    examples,
+    forced,
+    in_contract,
+    looped,
+    part,
+    table,
+)
 from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, mask_of, plain, yardstick, yardstick_of
 
 
@@ -306,7 +318,7 @@ NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 1e-30, 1e30, -1e38, 3e38, 90.0, 
 
 @pytest.mark.promise("paths and tables")
 @given(st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_random_calls_give_the_same_bits_on_every_path_and_table(isa: str, data: st.DataObject) -> None:
     """Random shapes and options; some numbers are replaced by very large and small ones, NaN or infinity."""
     draw = data.draw

@@ -12,12 +12,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
 from cattn.reference._attention import score
-from support import INF, NAN, assert_same_bits, every_way, everything, looped, part, visibility_of
+from support import INF, NAN, assert_same_bits, every_way, everything, examples, looped, part, visibility_of
 from support.calls import calls
 
 Call = dict[str, Any]
@@ -348,7 +348,7 @@ def test_hidden_keys_change_no_bit_of_attention_weights(isa: str, dtype: type, p
 
 # ---- random calls --------------------------------------------------------------------------------------------------
 @given(st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_rows_that_see_no_poison_keep_their_bits_under_random_masks(isa: str, data: st.DataObject) -> None:
     """Random masks, keys and poison."""
     draw = data.draw
@@ -407,7 +407,7 @@ def unseen_keys(call: Call) -> list[np.ndarray]:
 
 @pytest.mark.promise("hidden keys")
 @given(st.data())
-@settings(max_examples=max(60, settings().max_examples))
+@examples(100, long=5000)
 def test_hidden_keys_change_no_bit_of_random_calls(isa: str, data: st.DataObject) -> None:
     """With every option, rank, stride and dtype: all keys and values that no query sees are overwritten."""
     call, _ = data.draw(calls())

@@ -7,14 +7,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
 from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges, visible_keys
-from support import HALVES, INF, NAN, assert_same_bits, part
+from support import HALVES, INF, NAN, assert_same_bits, examples, part
 from support.calls import gathered_calls
 from support.laws import assert_same_fields, ways, widened
 
@@ -127,7 +127,7 @@ def poisoned(call: Call) -> Call:
 
 
 @pytest.mark.promise("gathered keys")
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(gathered_calls(), st.integers(0, 2**32))
 def test_each_query_has_the_bits_of_its_own_call(drawn: tuple[Call, type], seed: int) -> None:
     call, dtype = drawn
@@ -353,7 +353,7 @@ def test_gradients_do_not_depend_on_the_strides_of_the_lists() -> None:
 
 
 @pytest.mark.promise("gradients")
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(gathered_calls(), st.integers(0, 2**32))
 def test_gradients_of_any_call(drawn: tuple[Call, type], seed: int) -> None:
     call, dtype = drawn

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -667,14 +668,6 @@ def test_arrays_pass_through_pipes(folder: Path) -> None:
     assert set(os.listdir()) == {"q.npy", "k.npy", "v.npy", "out.npy"}
 
 
-def refused(*words: str, given: bytes = b"", **options: Any) -> str:
-    command = [sys.executable, "-m", "cattn", *words]
-    done = run_command(command, given=given, capture_output=True, **options)
-    assert done.returncode == 2, done.stderr.decode()
-    assert done.stdout == b""
-    return done.stderr.decode()
-
-
 def stream(*arrays: np.ndarray) -> bytes:
     """Return arrays in the .npy format, one after the other."""
     file = io.BytesIO()
@@ -683,8 +676,20 @@ def stream(*arrays: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """A function that runs a command in this process, whose standard input has these bytes; it returns what it says."""
+
+    def command(*words: str, given: bytes = b"", status: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert main([*words]) == status
+        return tuple(capsys.readouterr())
+
+    return command
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ">f8"])
-def test_a_pipe_holds_several_arrays_in_the_order_of_the_command_line(folder: Path, dtype: Any) -> None:
+def test_a_pipe_holds_several_arrays_in_the_order_of_the_command_line(folder: Path, piped: Any, dtype: Any) -> None:
     query, key, value = (array.astype(dtype) for array in save((2, 3, 6, 4), (2, 3, 7, 4), (2, 3, 7, 5)))
     np.save("v.npy", value)
     mask, lengths = np.tri(6, 7, 1, dtype=bool), np.array([7, 4])
@@ -696,16 +701,16 @@ def test_a_pipe_holds_several_arrays_in_the_order_of_the_command_line(folder: Pa
         (("-", "-", "v.npy"), (query, swapped), plain),
         (("--lengths", "-", "-", "--mask=-", "-", "v.npy"), (lengths, query, mask, key), masked),
     ):
-        run("attend", *words, "-o", "out.npy", "--quiet", given=stream(*arrays))
+        assert piped("attend", *words, "-o", "out.npy", "--quiet", given=stream(*arrays)) == ("", "")
         np.testing.assert_array_equal(np.load("out.npy"), expected)
-    table = run("statistics", "-", "-", "--entry", "1", given=stream(query, key)).decode()
+    table = piped("statistics", "-", "-", "--entry", "1", given=stream(query, key))
     np.save("q.npy", query)
     np.save("k.npy", key)
-    assert run("statistics", "q.npy", "k.npy", "--entry", "1").decode() == table
-    assert run("statistics", "-", "-", "--entry", "1", given=stream(query, query)).decode() != table
+    assert piped("statistics", "q.npy", "k.npy", "--entry", "1") == table
+    assert piped("statistics", "-", "-", "--entry", "1", given=stream(query, query)) != table
 
 
-def test_a_pipe_that_is_not_what_the_command_reads_is_named(folder: Path) -> None:
+def test_a_pipe_that_is_not_what_the_command_reads_is_named(folder: Path, piped: Any) -> None:
     query, key, _ = save((6, 4), (6, 4), (6, 4))
     archive = io.BytesIO()
     np.savez(archive, query=query, key=key, value=key)
@@ -724,12 +729,12 @@ def test_a_pipe_that_is_not_what_the_command_reads_is_named(folder: Path) -> Non
         (("-", "k.npy", "v.npy"), one[:30], "is truncated or damaged"),
         (("-",), whole[:-40], "is truncated or damaged"),
     ):  # fmt: skip
-        message = refused("attend", *words, "-o", "out.npy", given=given)
+        _, message = piped("attend", *words, "-o", "out.npy", given=given, status=2)
         assert f"standard input {says}" in message
         assert "cattn-" not in message
     for words in (("view", "-", "-o", "a.html"), ("plot", "-", "-o", "a.png"), ("statistics", "-", "k.npy")):
-        assert "standard input is empty" in refused(*words)
-        assert "standard input goes on after 1 array" in refused(*words, given=stream(query, key))
+        assert "standard input is empty" in piped(*words, status=2)[1]
+        assert "standard input goes on after 1 array" in piped(*words, given=stream(query, key), status=2)[1]
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
 
 

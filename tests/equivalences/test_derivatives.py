@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from table import LAYOUT, Call, Row, assert_equivalent, dtypes_of, every_case, every_row, is_refused, swapped
 
 import cattn
-from support import without
+from support import examples, without
 from support.derivatives import direction
 
 GIVEN = ("grad_out", "grad_lse")
@@ -91,7 +91,7 @@ def test_tangents_and_their_gradients(row: Row, name: str, isa: str) -> None:
 
 @every_row
 @given(data=st.data())
-@settings(max_examples=max(20, settings().max_examples // 4))
+@examples(25, long=1250)
 def test_gradients_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     if "heads" not in row.sums_of_its_own:
         assert_equivalent(row, gradients, with_gradients(row, data.draw(row.drawn)), "")
@@ -99,7 +99,7 @@ def test_gradients_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
 
 @every_row
 @given(data=st.data())
-@settings(max_examples=max(15, settings().max_examples // 6))
+@examples(16, long=800)
 def test_tangents_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     call = data.draw(row.drawn)
     stored = [name for name in ("key", "value") if isinstance(call[name], cattn.Quantized)]

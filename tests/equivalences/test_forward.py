@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from table import (
     ABOUT_VALUES,
@@ -23,7 +23,7 @@ from table import (
 )
 
 import cattn
-from support import assert_same_bits, every_way, forced, without
+from support import assert_same_bits, every_way, examples, forced, without
 
 
 @pytest.mark.promise("blocks", "padding on the left", "layouts", "quantized", "gathered keys", "halves", "hidden keys")
@@ -79,7 +79,7 @@ def test_any_strides_of_inputs_and_results(row: Row, layout: str, path: str) -> 
 
 @every_row
 @given(data=st.data())
-@settings(max_examples=max(40, settings().max_examples // 2))
+@examples(50, long=2500)
 def test_any_call_has_the_bits_of_the_equivalent_call(row: Row, isa: str, data: st.DataObject) -> None:
     """With every other option, any rank, strides and dtype."""
     call = data.draw(row.drawn)
@@ -139,7 +139,7 @@ def test_statistics(row: Row, name: str, isa: str) -> None:
 
 @every_row
 @given(data=st.data())
-@settings(max_examples=max(20, settings().max_examples // 4))
+@examples(25, long=1250)
 def test_statistics_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     call = data.draw(row.drawn)
     if "statistics" not in row.refuses and "key_indices" not in call:

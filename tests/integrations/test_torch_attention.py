@@ -288,16 +288,6 @@ def test_one_query_head_is_broadcast() -> None:
     torch.testing.assert_close(attention(query, key, key, enable_gqa=True), expected)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
-    q, k, v = tensors(*[(1, 2, 300, 16)] * 3, dtype=torch.float32)
-    results = []
-    for n in (1, 3):
-        with cattn.num_threads(n):
-            out = attention(q, k, v, is_causal=True)
-            results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
-    assert all(map(torch.equal, *results))
-
-
 def test_a_negative_view_is_read() -> None:
     """PyTorch leaves the sign of such a tensor to the reader."""
     z = torch.randn(2, 5, 4, dtype=torch.complex64)
@@ -641,7 +631,7 @@ def options_of(wide: Any) -> tuple[list[Any], dict[str, Any]]:
     return leaves, {"softcap": 5.0, "key_value_seq_lengths": torch.tensor([N_KEYS, 21]), "enable_gqa": True}
 
 
-PAIRED_WAYS: dict[str, Any] = {
+TO_CALL: dict[str, Any] = {
     "at once": lambda function: function,
     "operator": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
     "vmap": lambda function: lambda *x: tuple(y[0] for y in torch.vmap(function)(*(t[None] for t in x))),
@@ -651,7 +641,7 @@ PAIRED_WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("quantized", [INTEGERS, FLOATS])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("way", PAIRED_WAYS)
+@pytest.mark.parametrize("way", TO_CALL)
 def test_results_and_gradients_are_those_of_the_products(way: str, name: str, quantized: Any, dtype: Any) -> None:
     """Halves are computed in float32, and their results are rounded."""
     query, key, value, scales = arrays_of(name, dtype, quantized)
@@ -667,7 +657,7 @@ def test_results_and_gradients_are_those_of_the_products(way: str, name: str, qu
         return result.out, result.weights
 
     torch.compiler.reset()
-    out, weights = PAIRED_WAYS[way](ours)(query, key, value, *leaves[-2:], *scales.values())
+    out, weights = TO_CALL[way](ours)(query, key, value, *leaves[-2:], *scales.values())
     plain = [query.to(wide), *dequantized(key, value, scales, wide)]
     right = by_pairs(*plain, bias=leaves[-2], sinks=leaves[-1], **options, return_weights=True)
     assert out.dtype is dtype

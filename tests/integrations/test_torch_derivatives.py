@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from test_torch_attention import (  # noqa: E402
     LISTS,
     OPTIONS,
+    TO_CALL,
     WITH_GRADIENT,
     B,
     D,
@@ -36,20 +37,6 @@ from cattn.integrations import torch as bridge  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, in forward mode
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_are_derivatives(name: str) -> None:
-    inputs, options, leaves = case(name)
-    names = [option for option in ("bias", "attn_mask", "sinks") if option in options]
-    names = [option for option in names if options[option].is_floating_point()]
-    order = [*inputs, *(options[option] for option in names)]
-    assert len(order) == len(leaves)
-
-    def call(query: Any, key: Any, value: Any, *extras: Any) -> Any:
-        return attention(query, key, value, **options | dict(zip(names, extras, strict=True)))
-
-    assert torch.autograd.gradcheck(call, order, fast_mode=True)
-
-
 # ---- the gradient of the log-sum-exp -------------------------------------------------------------------------------
 def plain_formula(q: Any, k: Any, v: Any, bias: Any, sinks: Any, visible: Any) -> tuple[Any, Any, Any]:
     """Attention, its log-sum-exp and its weights in PyTorch's own operations."""
@@ -65,16 +52,9 @@ def z_loss(out: Any, lse: Any, weights: Any, uses: str) -> Any:
     return sum(terms[name] for name in uses.split(" and "))
 
 
-WAYS = {
-    "autograd.Function": lambda function: function,
-    "operator": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
-    "vmap": lambda function: lambda *x: tuple(y[0] for y in torch.vmap(function)(*(t[None] for t in x))),
-}
-
-
 @pytest.mark.promise("gradients")
 @pytest.mark.parametrize("uses", ["lse", "out and lse", "weights", "out and lse and weights"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TO_CALL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_lse_and_weights_have_the_gradients_of_the_plain_formula(way: str, uses: str, dtype: Any) -> None:
     shapes = ((B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5), (H, T_q, T_k), (H,))
@@ -86,7 +66,7 @@ def test_lse_and_weights_have_the_gradients_of_the_plain_formula(way: str, uses:
         return result.out, result.lse, result.weights
 
     torch.compiler.reset()
-    out, lse, weights = WAYS[way](ours)(*leaves)
+    out, lse, weights = TO_CALL[way](ours)(*leaves)
     assert out.dtype is dtype
     assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     found = torch.autograd.grad(z_loss(out, lse, weights, uses), leaves, allow_unused=True)
@@ -188,7 +168,7 @@ def test_second_derivatives_are_right(first: str, second: str) -> None:
 
     if first == "weights":
         error = RuntimeError if second == "jvp by two backward passes" else NotImplementedError
-        with pytest.raises(error):
+        with pytest.raises(error, match=NO_SECOND if second == "create_graph" else ""):
             SECOND[second](loss(FIRST[first]), x)
         return
     found = SECOND[second](loss(FIRST[first]), x)
@@ -196,14 +176,6 @@ def test_second_derivatives_are_right(first: str, second: str) -> None:
         found, x.grad = x.grad, None
     right = SECOND[second](loss(EXACT.get(first, by_pytorch)), x)
     torch.testing.assert_close(found, x.grad if second == "create_graph" else right)
-
-
-def test_second_derivatives_of_the_weights_are_an_error() -> None:
-    (x,) = tensors((1, 2, 4, 3))
-    loss = attention(x, x, x, return_weights=True).weights.square().sum()
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=NO_SECOND):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize("first", ["out", "use_cattn", "the operator", "lse", "vmap"])
@@ -256,48 +228,6 @@ def test_a_tangent_of_a_gradient_is_an_error() -> None:
         tangent = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
         with pytest.raises(NotImplementedError, match=r"grad_out has a tangent, .*torch\.ops\.cattn\.attention"):
             out.backward(tangent)
-
-
-def test_use_cattn_computes_forward_mode_of_a_batch() -> None:
-    x = tensor(3, 5, 4)
-
-    def call(y: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
-
-    right = torch.func.jvp(torch.vmap(call), (x,), (x,))
-    with bridge.use_cattn() as seen:
-        ours = torch.func.jvp(torch.vmap(call), (x,), (x,))
-    assert seen.passed_on == 0
-    for a, b in zip(ours, right, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_gradcheck_passes_with_dropout() -> None:
-    def call(*inputs: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(3)
-        return attention(*inputs, dropout_p=0.3, is_causal=True)
-
-    assert torch.autograd.gradcheck(call, tensors((2, 5, 3), (2, 5, 3), (2, 5, 2)))
-
-
-@pytest.mark.promise("use_cattn")
-@pytest.mark.parametrize("i", range(4))
-def test_forward_mode_agrees_with_differences(i: int) -> None:
-    inputs = [t.detach() for t in tensors(*[(1, 2, 5, 4)] * 3, (5, 5))]
-
-    def along(x: torch.Tensor) -> list[torch.Tensor]:
-        return [*inputs[:i], x, *inputs[i + 1 :]]
-
-    with forward_ad.dual_level():
-        dual = along(forward_ad.make_dual(inputs[i], torch.ones_like(inputs[i])))
-        tangent = forward_ad.unpack_dual(attention(*dual)).tangent
-        with bridge.use_cattn() as seen:
-            swapped = forward_ad.unpack_dual(torch.nn.functional.scaled_dot_product_attention(*dual)).tangent
-        assert seen.passed_on == 0
-        assert torch.equal(tangent, swapped)
-    h = 1e-6
-    right = (attention(*along(inputs[i] + h)) - attention(*along(inputs[i] - h))) / (2 * h)
-    torch.testing.assert_close(tangent, right, atol=1e-8, rtol=0)  # 1e-16 / h of rounding, and h**2
 
 
 # ---- transforms ------------------------------------------------------------------------------------------------------
@@ -369,6 +299,7 @@ RIGHT: dict[str, Any] = {name: TRANSFORMS[name] for name in TRANSFORMS if name n
 
 
 @pytest.mark.parametrize("transform", RIGHT)
+@pytest.mark.promise("use_cattn")
 @pytest.mark.parametrize("shape", [(2, 2, 4, 3), (2, 4, 3)])
 @pytest.mark.parametrize("way", ["function", "use_cattn"])
 def test_transforms_are_right(way: str, shape: tuple[int, ...], transform: str) -> None:
@@ -516,7 +447,7 @@ def derivatives(function: Any, inputs: Any, directions: Any, **options: Any) -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7}], ids=["plain", "causal", "scale"])
-@pytest.mark.parametrize("shape", [(2, 3, 130, 16), (1, 2, 500, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 130, 16), (1, 2, 300, 64)], ids=str)
 def test_errors_in_float32_are_at_most_twice_the_errors_of_pytorch(
     shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from row_table import CALLED, TABLE, WIDTH, Arrays, Row, as_list, column, each_row
 
 import cattn
 from cattn import functional
-from support import HALVES, INF, NAN, assert_same_bits, in_contract, looped, quiet, table
+from support import HALVES, INF, NAN, assert_same_bits, examples, in_contract, looped, quiet, table
 
 COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 511, 512, 513, 519, 520, 1024, 1100]
 LONG = 70_003  # kernels look at a stop every 65,536 columns
@@ -175,7 +175,7 @@ def test_calls_in_place_copy_nothing(row: Row) -> None:
 
 # ---- random calls ----------------------------------------------------------------------------------------------------
 @given(st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_random_calls_have_the_bits_of_the_yardstick(isa: str, data: st.DataObject) -> None:
     """Any row, shape, stride and thread count, with special numbers anywhere."""
     row = data.draw(st.sampled_from(TABLE))

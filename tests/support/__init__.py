@@ -20,6 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
@@ -138,6 +139,13 @@ def benchmarks_importable() -> Iterator[None]:
 # ---- many cases ----------------------------------------------------------------------------------------------------
 # The quick form runs this many cases of each test function.
 QUICK_CASES = 3
+
+
+def examples(usual: int, long: int = 0) -> Any:
+    """Draw so many examples, or `long` of them in a run for a night; the quick form draws a third."""
+    of_hundred = hypothesis.settings().max_examples  # of the profile
+    n = usual if of_hundred == 100 else usual // 3 if of_hundred < 100 else long or usual
+    return hypothesis.settings(max_examples=n)
 
 
 def number_of(name: str) -> int:

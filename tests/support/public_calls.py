@@ -308,7 +308,7 @@ UNTOUCHED_BITS = np.full_like(OUT, UNTOUCHED).tobytes()
 GENERATOR = cattn.TorchGenerator(1)
 STATE = GENERATOR.get_state()
 INPUT_BITS = contents(INPUTS)
-SHARES = 10  # of the sweep, each in a process of its own
+SHARES = 40  # of the sweep, each in a process of its own
 failures: collections.Counter[str] = collections.Counter()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
@@ -19,6 +19,7 @@ from support import (
     assert_same_bits,
     every_way,
     everything,
+    examples,
     expected,
     forced,
     looped,
@@ -339,7 +340,7 @@ def test_all_outputs_may_have_any_strides(isa: str, dtype: type, path: str) -> N
 # ---- combinations --------------------------------------------------------------------------------------------------
 @pytest.mark.promise("formula")
 @given(st.data())
-@settings(max_examples=settings().max_examples if settings().max_examples > 100 else 30)  # of each table
+@examples(30, long=5000)  # of each table
 def test_random_combinations_of_options_agree_with_the_reference(isa: str, data: st.DataObject) -> None:
     """Halves have the bits of float32, rounded once; float32 and float64 agree with the reference."""
     call, dtype = data.draw(calls())
@@ -409,6 +410,6 @@ def test_two_finite_masks_whose_sum_overflows_hide_nothing(isa: str, dtype: type
     "formula", "stages", "gradients", "paths and tables", "threads and batch", "strides", "hidden keys"
 )
 @given(drawn(problem))
-@settings(max_examples=settings().max_examples if settings().max_examples > 100 else 40)
+@examples(40, long=5000)
 def test_random_problems(chosen: Problem) -> None:
     check(chosen)

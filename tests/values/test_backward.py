@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
-from support import HALVES, INF, NAN, assert_same_bits, in_contract, looped, quiet, table, widened
+from support import HALVES, INF, NAN, assert_same_bits, examples, in_contract, looped, quiet, table, widened
 from support.calls import calls
 from support.derivatives import FIELDS, NAMES, TOLERANCE, Call, arguments, backward, check, forward, options, qkv
 
@@ -117,7 +117,7 @@ def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.G
     check_differences(call | options(rng, 2, 3, 9, 12)[name])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.sets(st.sampled_from(NAMES), min_size=2, max_size=5), st.integers(0, 2**32), st.sampled_from([1, 2, 6]))
 def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_heads: int) -> None:
     rng = np.random.default_rng(seed)

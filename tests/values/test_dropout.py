@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import NAN, PATHS, assert_same_bits, bits, every_way, forced, looped
+from support import NAN, PATHS, assert_same_bits, bits, every_way, examples, forced, looped
 
 Normal = Callable[..., np.ndarray]
 # Sizes around vectors, the 64 elements that share counters, the 128 that are drawn at once, and pieces of long rows.
@@ -390,7 +390,7 @@ def test_neighbouring_seeds_and_positions_give_independent_masks() -> None:
     p=st.floats(0, 1) | st.integers(0, 2**32).map(lambda n: n / 2**32),
     seed=st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_random_sizes_seeds_and_probabilities_follow_the_rule(isa: str, size: int, p: float, seed: int) -> None:
     result, mask = cattn.dropout(np.ones(size), p, rng=seed, return_mask=True)
     if p == 0:
@@ -402,7 +402,7 @@ def test_random_sizes_seeds_and_probabilities_follow_the_rule(isa: str, size: in
 
 
 @given(st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_random_attention_calls_follow_the_rule(isa: str, data: st.DataObject) -> None:
     p = data.draw(st.floats(1e-6, 1))
     seed, offset = data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(-(2**40), 2**40))

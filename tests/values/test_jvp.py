@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import HALVES, INF, NAN, assert_same_bits, in_contract, table
+from support import HALVES, INF, NAN, assert_same_bits, examples, in_contract, table
 from support.derivatives import (
     FIELDS,
     NAMES,
@@ -106,7 +106,7 @@ def test_without_tangents_the_derivatives_are_zero(rng: np.random.Generator) -> 
     assert not any(a.any() for a in second(call, {})[:3])
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.sets(st.sampled_from(NAMES), min_size=2, max_size=5), st.integers(0, 2**32), st.sampled_from([1, 2, 6]))
 def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_heads: int) -> None:
     rng = np.random.default_rng(seed)

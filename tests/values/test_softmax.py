@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.special
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import cattn
 from cattn import reference
-from support import ACCURACY_DTYPES, HALVES, INF, NAN, assert_same_bits, in_contract, looped, table
+from support import ACCURACY_DTYPES, HALVES, INF, NAN, assert_same_bits, examples, in_contract, looped, table
 
 Normal = Callable[..., np.ndarray]
 METHODS = ["neg_inf", "renormalize"]
@@ -335,7 +335,7 @@ def test_columns_after_the_last_visible_one_change_no_bit(isa: str, dtype: type,
 
 # ---- random calls --------------------------------------------------------------------------------------------------
 @given(st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_random_calls_agree_with_the_reference_and_the_yardstick(isa: str, data: st.DataObject) -> None:
     """Any shape and any numbers, including NaN and infinity: values of the reference, bits of the yardstick."""
     dtype = data.draw(st.sampled_from([np.float32, np.float64]))

@@ -7,12 +7,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import HALVES, INF, NAN, assert_same_bits, bit_cases, every_way, in_contract, looped, table, widened
+from support import (
+    HALVES,
+    INF,
+    NAN,
+    assert_same_bits,
+    bit_cases,
+    every_way,
+    examples,
+    in_contract,
+    looped,
+    table,
+    widened,
+)
 from support.calls import calls, drawn, statistics_options
 from support.laws import NOT_OF_STATISTICS, check_statistics, without
 
@@ -53,7 +65,7 @@ def in_numpy(call: dict[str, Any], dtype: Any) -> dict[str, np.ndarray]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@settings(max_examples=max(120, settings().max_examples))
+@examples(120, long=5000)
 @given(st.data())
 def test_every_field_is_that_of_the_reference(data: st.DataObject) -> None:
     call, _ = data.draw(calls())

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import assert_same_bits, forced, looped
+from support import assert_same_bits, examples, forced, looped
 from support import calls as random_calls
 from support.calls import drawn, pad, statistics_options, unpad
 from support.laws import check_packed
@@ -305,7 +305,7 @@ def test_alignment_and_causality_may_be_given_apart(dtype: type) -> None:
 
 
 @pytest.mark.promise("packed sequences", "gradients' bits", "statistics' bits")
-@settings(max_examples=max(60, settings().max_examples // 10))
+@examples(60, long=500)
 @given(st.data())
 def test_random_sequences_have_the_bits_of_the_padded_batch(data: st.DataObject) -> None:
     """Outputs, gradients and statistics; every operand has strides and broadcast axes of its own."""
