@@ -19,18 +19,24 @@ def forward(call: Call) -> cattn.AttentionOutput:
     return result
 
 
-def backward(call: Call, grad_out: Any = None, seed: int = 1) -> cattn.AttentionGradients:
+def random_gradients(call: Call, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return random gradients of the output and of the log-sum-exp."""
+    rng, result = np.random.default_rng(seed), forward(call)
+    return rng.standard_normal(result.out.shape).astype(result.out.dtype), rng.standard_normal(result.lse.shape)
+
+
+def backward(call: Call, grad_out: Any = None, grad_lse: Any = None, **others: Any) -> cattn.AttentionGradients:
     """Return the gradients of a call, after its own forward pass."""
     result = forward(call)
     if grad_out is None:
-        grad_out = np.random.default_rng(seed).standard_normal(result.out.shape).astype(result.out.dtype)
-    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+        grad_out, _ = random_gradients(call)
+    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call, **others)
 
 
-def right(call: Call, grad_out: np.ndarray) -> cattn.AttentionGradients:
+def right(call: Call, grad_out: np.ndarray, grad_lse: np.ndarray | None) -> cattn.AttentionGradients:
     result = reference.scaled_dot_product_attention(**call, return_lse=True)
     assert isinstance(result, cattn.AttentionOutput)
-    return reference.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+    return reference.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call)
 
 
 def arguments(call: Call) -> dict[str, Any]:
@@ -43,17 +49,17 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def check(call: Call, rtol: float) -> None:
-    """Assert that the reference agrees, up to rtol times the largest number of each gradient."""
-    shape = forward(call).out.shape
-    grad_out = np.random.default_rng(1).standard_normal(shape).astype(np.asarray(call["query"]).dtype)
-    actual, expected = backward(call, grad_out), right(call, grad_out)
-    for name in FIELDS:
-        a, b = getattr(actual, name), getattr(expected, name)
-        assert (a is None) == (b is None) == (name not in arguments(call)), name
-        if a is not None:
-            assert a.shape == np.shape(arguments(call)[name]), name
-            tolerance = rtol * (1 + np.abs(b).max(initial=0))
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=f"{name} of {list(call)}")
+    """Assert that the reference agrees, up to rtol times the largest number of each gradient; with and without lse."""
+    grad_out, grad_lse = random_gradients(call)
+    for of_lse in (None, grad_lse):
+        actual, expected = backward(call, grad_out, of_lse), right(call, grad_out, of_lse)
+        for name in FIELDS:
+            a, b = getattr(actual, name), getattr(expected, name)
+            assert (a is None) == (b is None) == (name not in arguments(call)), name
+            if a is not None:
+                assert a.shape == np.shape(arguments(call)[name]), name
+                tolerance = rtol * (1 + np.abs(b).max(initial=0))
+                np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=f"{name} of {list(call)}")
 
 
 # ---- tangents ------------------------------------------------------------------------------------------------------

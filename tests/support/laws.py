@@ -625,9 +625,12 @@ def check_packed(call: Call, statistics: Call, rng: np.random.Generator) -> None
     lse = np.where(hidden, 0, right.lse)  # a sink sees the rows after the last query
     grad_out = rng.standard_normal((len(call["query"]), *right.out.shape[1::2])).astype(right.out.dtype)
     grad_out_batch = padded({"query": grad_out, "cu_seqlens_q": edges_q, "cu_seqlens_k": edges_k})["query"]
+    grad_lse = rng.standard_normal((right.lse.shape[1], len(grad_out)))
+    of_lse = padded({"query": grad_lse.T[..., None], "cu_seqlens_q": edges_q, "cu_seqlens_k": edges_k})["query"][..., 0]
     grads = cattn.attention_backward(
-        np.where(hidden[..., None], 0, grad_out_batch).astype(grad_out.dtype), out=right.out, lse=lse, **batch
-    )
+        np.where(hidden[..., None], 0, grad_out_batch).astype(grad_out.dtype), out=right.out, lse=lse,
+        grad_lse=np.where(hidden, 0, of_lse), **batch,
+    )  # fmt: skip
     summed = without(batch, *NOT_OF_STATISTICS)
     whole = cattn.attention_statistics(**summed, **_fitting(statistics, batch) | {"statistics": None})
     for way in ways(rng):
@@ -635,7 +638,7 @@ def check_packed(call: Call, statistics: Call, rng: np.random.Generator) -> None
         assert_same_bits(np.ascontiguousarray(found.out), unpad(right.out, edges_q), f"packed, {way}")
         assert_same_bits(np.ascontiguousarray(found.lse.T), unpad(right.lse[..., None], edges_q)[..., 0], f"lse, {way}")
     for way in tables():
-        own = cattn.varlen_attention_backward(grad_out, out=found.out, lse=found.lse, **call)
+        own = cattn.varlen_attention_backward(grad_out, out=found.out, lse=found.lse, grad_lse=grad_lse, **call)
         for name, edges in (("query", edges_q), ("key", edges_k), ("value", edges_k)):
             assert_same_bits(getattr(own, name), unpad(getattr(grads, name), edges), f"gradient of {name}, {way}")
         if grads.sinks is not None:

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 import cattn
 from support import HALVES, INF, NAN, assert_same_bits, examples, in_contract, looped, quiet, table, widened
 from support.calls import calls
-from support.derivatives import FIELDS, NAMES, TOLERANCE, Call, arguments, backward, check, forward, options, qkv
+from support.derivatives import (
+    FIELDS,
+    NAMES,
+    TOLERANCE,
+    Call,
+    arguments,
+    backward,
+    check,
+    forward,
+    options,
+    qkv,
+    random_gradients,
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,17 +102,21 @@ def test_strides_and_dtypes_change_no_bit(rng: np.random.Generator) -> None:
 
 # ---- finite differences --------------------------------------------------------------------------------------------
 def check_differences(call: Call, seed: int = 0) -> None:
-    """Check the directional derivative of sum(grad_out * out) for each argument, by central differences in float64."""
+    """Check the directional derivative of a loss for each argument, by central differences in float64.
+
+    The loss is the sum of grad_out * out, and of grad_lse * lse over the rows with a finite log-sum-exp.
+    """
     rng = np.random.default_rng(seed)
-    grad_out = rng.standard_normal(forward(call).out.shape)
-    grads = backward(call, grad_out)
+    grad_out, grad_lse = random_gradients(call, seed)
+    grads = backward(call, grad_out, grad_lse)
     for name, array in arguments(call).items():
         keyword = "attn_mask" if name == "bias" and call.get("bias") is None else name
         direction = rng.standard_normal(array.shape)
 
         def along(step: float, keyword: str = keyword, array: Any = array, direction: Any = direction) -> float:
-            moved = call | {keyword: array + step * direction}
-            return float((cattn.scaled_dot_product_attention(**moved) * grad_out).sum())
+            result = forward(call | {keyword: array + step * direction})
+            rows = np.isfinite(result.lse)
+            return float((result.out * grad_out).sum() + (result.lse[rows] * grad_lse[rows]).sum())
 
         h = 2e-4  # two central differences give an error of order h**4
         near, far = (along(h) - along(-h)) / (2 * h), (along(2 * h) - along(-2 * h)) / (4 * h)

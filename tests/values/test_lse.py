@@ -10,7 +10,7 @@ import pytest
 import cattn
 from cattn import reference
 from support import HALVES, INF, NAN, assert_same_bits, in_contract, quiet, table, widened
-from support.derivatives import FIELDS, NAMES, TOLERANCE, arguments, forward, options, qkv
+from support.derivatives import FIELDS, arguments, backward, forward, options, qkv, random_gradients
 
 NARROW = [np.dtype(np.float32), *HALVES]
 Call = dict[str, Any]
@@ -31,7 +31,7 @@ def attend(call: Call, lse: np.ndarray | None = None) -> cattn.AttentionOutput:
     return result
 
 
-def backward(call: Call, result: cattn.AttentionOutput, grad_out: np.ndarray | None = None) -> tuple[Any, ...]:
+def differentiate(call: Call, result: cattn.AttentionOutput, grad_out: np.ndarray | None = None) -> tuple[Any, ...]:
     grad_out = np.ones_like(result.out) if grad_out is None else grad_out
     grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, merged=True, **call)
     return tuple(grad for grad in grads if grad is not None)
@@ -79,7 +79,7 @@ def test_the_float64_lse_is_minus_infinity_without_keys_and_nan_with_nan() -> No
     assert wide.lse[1] == -np.inf
     assert np.isnan(wide.lse[2])
     assert_same_bits(wide.lse.astype(np.float32), attend(call).lse)
-    assert_same_bits(backward(call, wide)[0][1:3], backward(call, attend(call))[0][1:3])
+    assert_same_bits(differentiate(call, wide)[0][1:3], differentiate(call, attend(call))[0][1:3])
 
 
 @pytest.mark.parametrize("stride", [1, 3, -2])
@@ -95,8 +95,8 @@ def test_a_float64_lse_may_have_any_strides(stride: int) -> None:
     mixed = np.zeros((2, 30), [("pad", np.float32), ("lse", np.float64)])
     with pytest.raises(TypeError, match=r"out\.lse must be aligned"):
         attend(call, mixed["lse"])
-    assert_same(backward(call, expected._replace(lse=lse)), backward(call, expected))
-    assert_same(backward(call, expected._replace(lse=mixed["lse"] + expected.lse)), backward(call, expected))
+    assert_same(differentiate(call, expected._replace(lse=lse)), differentiate(call, expected))
+    assert_same(differentiate(call, expected._replace(lse=mixed["lse"] + expected.lse)), differentiate(call, expected))
 
 
 def test_the_lse_of_float64_inputs_is_always_float64() -> None:
@@ -179,10 +179,10 @@ def test_gradients_have_the_same_bits_everywhere(name: str, isa: str) -> None:
     call = inputs(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
         result = attend(again(call), np.empty((2, 3, 130)))
-        expected = backward(again(call), result)
+        expected = differentiate(again(call), result)
     for n in (1, 3):
         with cattn.num_threads(n):
-            assert_same(backward(again(call), result), expected)
+            assert_same(differentiate(again(call), result), expected)
 
 
 @pytest.mark.parametrize("kind", NARROW, ids=str)
@@ -192,7 +192,7 @@ def test_a_float64_lse_rounded_to_float32_gives_the_gradients_of_float32(name: s
     call = inputs(kind, (2, 3, 60, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     usual = attend(again(call))
     wide = usual._replace(lse=usual.lse.astype(np.float64))
-    assert_same(backward(again(call), wide), backward(again(call), usual))
+    assert_same(differentiate(again(call), wide), differentiate(again(call), usual))
 
 
 @pytest.mark.promise("log-sum-exp in float64")
@@ -201,8 +201,8 @@ def test_a_float64_lse_makes_gradients_more_accurate(name: str, isa: str) -> Non
     call = inputs(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     grad_out = np.random.default_rng(1).standard_normal((2, 3, 130, 9)).astype(np.float32)
     exact = call | {name: call[name].astype(np.float64) for name in ("query", "key", "value")}
-    right = backward(exact, attend(exact), grad_out.astype(np.float64))
-    usual, wide = (backward(call, attend(call, lse), grad_out) for lse in (None, np.empty((2, 3, 130))))
+    right = differentiate(exact, attend(exact), grad_out.astype(np.float64))
+    usual, wide = (differentiate(call, attend(call, lse), grad_out) for lse in (None, np.empty((2, 3, 130))))
 
     def rms(grad: np.ndarray, exact: np.ndarray) -> float:
         return float(np.sqrt(((grad - exact) ** 2).mean()))
@@ -224,12 +224,12 @@ def test_equal_scores_give_equal_weights_even_if_float32_loses_their_number(heig
     call = {"query": np.copysign(x, np.float32(height)), "key": x, "value": np.eye(n, dtype=np.float32), "scale": 1.0}
     result = attend(call, np.empty(n))
     np.testing.assert_allclose(result.out, 1 / n, rtol=1e-6)
-    wide = backward(call, result)
+    wide = differentiate(call, result)
     if abs(height) < 1e15:  # beyond that, float64 loses log(n) too
         rtol = 4e-7 + np.spacing(abs(height))
         np.testing.assert_allclose(wide[2], 1, rtol=rtol)
         sink = call | {"sinks": [(call["query"] * x).sum(-1, dtype=np.float32)[0]]}
-        grads = backward(sink, attend(sink, np.empty(n)))
+        grads = differentiate(sink, attend(sink, np.empty(n)))
         np.testing.assert_allclose(grads[2], n / (n + 1), rtol=rtol)
         np.testing.assert_allclose(grads[3], -((n / (n + 1)) ** 2), rtol=n * rtol)
     assert np.isfinite(wide[2]).all()
@@ -241,16 +241,16 @@ def test_a_float64_lse_beyond_float32_counts_as_its_float32_rounding(lse: float,
     call = inputs(NARROW[0], (5, 4), (7, 4), (7, 4))
     result = attend(call)._replace(lse=np.full(5, lse))
     rounded = result._replace(lse=quiet(result.lse, np.float32))
-    assert_same(backward(call, result), backward(call, rounded))
+    assert_same(differentiate(call, result), differentiate(call, rounded))
 
 
 def test_lse_may_be_a_list_but_not_of_another_dtype() -> None:
     call = inputs(NARROW[0], (3, 4), (5, 4), (5, 4))
     result = attend(call, np.empty(3))
-    assert_same(backward(call, result._replace(lse=result.lse.tolist())), backward(call, result))
+    assert_same(differentiate(call, result._replace(lse=result.lse.tolist())), differentiate(call, result))
     for wrong in (np.float16, np.longdouble, np.complex128):
         with pytest.raises(TypeError, match="lse"):
-            backward(call, result._replace(lse=result.lse.astype(wrong)))
+            differentiate(call, result._replace(lse=result.lse.astype(wrong)))
     with pytest.raises(TypeError, match=r"out\.lse has dtype float16, the result has float32"):
         attend(call, np.empty(3, np.float16))
 
@@ -271,71 +271,18 @@ def test_the_torch_operator_uses_a_float64_lse() -> None:
     tensors = [torch.from_numpy(a).requires_grad_() for a in call.values()]
     out = cattn.integrations.torch.scaled_dot_product_attention(*tensors)
     grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
-    expected = backward(call, attend(call, np.empty((2, 3, 30))))
+    expected = differentiate(call, attend(call, np.empty((2, 3, 30))))
     assert_same(tuple(grad.numpy() for grad in grads), expected)
 
 
 # ---- grad_lse --------------------------------------------------------------------------------------------------------
-
-
-def random_gradients(call: Call, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return random gradients of the output and of the log-sum-exp."""
-    rng, result = np.random.default_rng(seed), forward(call)
-    return rng.standard_normal(result.out.shape).astype(result.out.dtype), rng.standard_normal(result.lse.shape)
-
-
-def backward_of_both(call: Call, grad_out: Any, grad_lse: Any, **others: Any) -> cattn.AttentionGradients:
-    result = forward(call)
-    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call, **others)
-
-
 def assert_same_gradients(actual: cattn.AttentionGradients, expected: cattn.AttentionGradients) -> None:
     for name in FIELDS:
         if getattr(expected, name) is not None:
             assert_same_bits(getattr(actual, name), getattr(expected, name), name)
 
 
-def assert_near(actual: cattn.AttentionGradients, expected: Any, rtol: float) -> None:
-    """Assert that each gradient is right up to rtol times its largest number."""
-    for name, a, b in zip(FIELDS, actual, expected, strict=True):
-        assert (a is None) == (b is None), name
-        if a is not None:
-            np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max(initial=0)), err_msg=name)
-
-
 # ---- values --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.random.Generator) -> None:
-    call = qkv(rng, dtype, (2, 4, 101, 20), (2, 2, 210, 20), (2, 2, 210, 9)) | options(rng, 2, 4, 101, 210)[name]
-    grad_out, grad_lse = random_gradients(call)
-    result = reference.scaled_dot_product_attention(**call, return_lse=True)
-    assert isinstance(result, cattn.AttentionOutput)
-    expected = reference.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call)
-    assert_near(backward_of_both(call, grad_out, grad_lse), expected, TOLERANCE[dtype])
-
-
-@pytest.mark.promise("gradients")
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
-    """The loss is the sum of grad_out * out and grad_lse * lse, over the rows with a finite log-sum-exp."""
-    call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4)) | options(rng, 2, 3, 9, 12)[name]
-    grad_out, grad_lse = random_gradients(call)
-    grads = backward_of_both(call, grad_out, grad_lse)
-    for field, array in arguments(call).items():
-        keyword = "attn_mask" if field == "bias" and call.get("bias") is None else field
-        direction = rng.standard_normal(array.shape)
-
-        def along(step: float, keyword: str = keyword, array: Any = array, direction: Any = direction) -> float:
-            result = forward(call | {keyword: array + step * direction})
-            rows = np.isfinite(result.lse)
-            return float((result.out * grad_out).sum() + (result.lse[rows] * grad_lse[rows]).sum())
-
-        h = 2e-4  # two central differences give an error of order h**4
-        near, far = (along(h) - along(-h)) / (2 * h), (along(2 * h) - along(-2 * h)) / (4 * h)
-        terms = getattr(grads, field) * direction
-        assert abs(terms.sum() - (4 * near - far) / 3) <= 1e-7 * (1 + np.abs(terms).sum() ** 0.5), field
-
-
 @pytest.mark.promise("gradients")
 @pytest.mark.parametrize("name", ["plain", "causal", "mask", "groups", "sinks", "softcap"])
 def test_autograd_of_torch_agrees_on_a_z_loss(name: str, rng: np.random.Generator) -> None:
@@ -347,7 +294,7 @@ def test_autograd_of_torch_agrees_on_a_z_loss(name: str, rng: np.random.Generato
              "sinks": {"sinks": rng.standard_normal(4)}, "softcap": {"softcap": 1.5}}.get(name, {})  # fmt: skip
     result = forward(call)
     grad_out = rng.standard_normal(result.out.shape)
-    grads = backward_of_both(call, grad_out, 0.2 * result.lse / result.lse.size)
+    grads = backward(call, grad_out, 0.2 * result.lse / result.lse.size)
 
     leaves = {n: torch.tensor(a, requires_grad=True) for n, a in arguments(call).items()}
     key, value = (leaves[n].repeat_interleave(4 // kv_heads, dim=1) for n in ("key", "value"))
@@ -373,21 +320,21 @@ def test_rows_without_keys_have_gradient_zero(wrong: float, dtype: Any, isa: str
     mask[3] = False
     call = qkv(rng, dtype, (2, 40, 8), (2, 50, 8), (2, 50, 8)) | {"attn_mask": mask}
     grad_out, grad_lse = random_gradients(call)
-    clean = backward_of_both(call, grad_out, grad_lse)
+    clean = backward(call, grad_out, grad_lse)
     assert (clean.query[:, 3] == 0).all()
     grad_lse[:, 3] = wrong
-    assert_same_gradients(backward_of_both(call, grad_out, grad_lse), clean)
+    assert_same_gradients(backward(call, grad_out, grad_lse), clean)
 
 
 def test_the_lse_of_a_row_without_keys_is_the_sink(dtype: Any, isa: str) -> None:
     """Its derivative with respect to the sink is 1. The gradient of its output does not count."""
     call: Call = {n: np.ones((3, 2), dtype) for n in ("query", "key", "value")}
     call |= {"attn_mask": np.zeros((3, 3), bool), "sinks": [0.5]}
-    grads = backward_of_both(call, np.full((3, 2), NAN, dtype), [1.0, 2.0, 4.0])
+    grads = backward(call, np.full((3, 2), NAN, dtype), [1.0, 2.0, 4.0])
     assert grads.sinks.tolist() == [7.0]
     assert not any(g.any() for g in grads[:3])
     call["sinks"] = [-INF]
-    assert backward_of_both(call, np.ones((3, 2), dtype), [1.0, 2.0, NAN]).sinks.tolist() == [0.0]
+    assert backward(call, np.ones((3, 2), dtype), [1.0, 2.0, NAN]).sinks.tolist() == [0.0]
 
 
 # ---- bits ----------------------------------------------------------------------------------------------------------
@@ -402,10 +349,8 @@ def everything(rng: np.random.Generator, dtype: Any) -> Call:
 def test_a_gradient_of_zero_has_the_bits_of_none(dtype: Any, isa: str, rng: np.random.Generator) -> None:
     call = everything(rng, dtype)
     grad_out, grad_lse = random_gradients(call)
-    assert_same_gradients(
-        backward_of_both(call, grad_out, np.zeros_like(grad_lse)), backward_of_both(call, grad_out, None)
-    )
-    assert (backward_of_both(call, grad_out, grad_lse).query != backward_of_both(call, grad_out, None).query).any()
+    assert_same_gradients(backward(call, grad_out, np.zeros_like(grad_lse)), backward(call, grad_out, None))
+    assert (backward(call, grad_out, grad_lse).query != backward(call, grad_out, None).query).any()
 
 
 @pytest.mark.promise("gradients' bits")
@@ -413,10 +358,10 @@ def test_every_table_and_number_of_threads_gives_the_same_bits(dtype: Any, isa: 
     call = everything(rng, dtype)
     grad_out, grad_lse = random_gradients(call)
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
-        expected = backward_of_both(call, grad_out, grad_lse)
+        expected = backward(call, grad_out, grad_lse)
     for n in (1, 3):
         with cattn.num_threads(n):
-            assert_same_gradients(backward_of_both(call, grad_out, grad_lse), expected)
+            assert_same_gradients(backward(call, grad_out, grad_lse), expected)
 
 
 def test_strides_and_dtypes_of_grad_lse_change_no_bit(dtype: Any, rng: np.random.Generator) -> None:
@@ -424,7 +369,7 @@ def test_strides_and_dtypes_of_grad_lse_change_no_bit(dtype: Any, rng: np.random
     grad_out, grad_lse = random_gradients(call)
     grad_lse = quiet(grad_lse, np.float16)
     grad_lse[...] = grad_lse[:, :1]
-    expected = backward_of_both(call, grad_out, grad_lse.astype(np.float64))
+    expected = backward(call, grad_out, grad_lse.astype(np.float64))
     wide = np.zeros((50, 3, 2), np.float64)[::-1].T
     wide[...] = grad_lse
     for other in (
@@ -435,7 +380,7 @@ def test_strides_and_dtypes_of_grad_lse_change_no_bit(dtype: Any, rng: np.random
         np.broadcast_to(grad_lse[:, :1], (2, 3, 50)),
         grad_lse.astype(">f8"),
     ):
-        assert_same_gradients(backward_of_both(call, grad_out, other), expected)
+        assert_same_gradients(backward(call, grad_out, other), expected)
 
 
 def test_a_float64_gradient_keeps_its_digits() -> None:
@@ -443,8 +388,8 @@ def test_a_float64_gradient_keeps_its_digits() -> None:
     one, grad_lse = np.ones((1, 1), np.float32), [2**20 + 1 + 2**-20]
     call: Call = {"query": one, "key": np.ones((2, 1), np.float32), "value": np.array([[0], [2**21 + 2]], np.float32)}
     assert forward(call).out.item() == 2**20 + 1
-    assert backward_of_both(call, one, grad_lse).key[0].item() == 2**-21
-    assert backward_of_both(call, one, np.array(grad_lse, np.float32)).key[0].item() == 0
+    assert backward(call, one, grad_lse).key[0].item() == 2**-21
+    assert backward(call, one, np.array(grad_lse, np.float32)).key[0].item() == 0
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
@@ -452,7 +397,7 @@ def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, 
     call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5)) | {"sinks": np.ones(4, np.float32)}
     result = forward(call)
     grad_out, grad_lse = random_gradients(call)
-    halves = backward_of_both(call, grad_out, grad_lse)
+    halves = backward(call, grad_out, grad_lse)
     floats = cattn.attention_backward(
         quiet(grad_out, np.float32), out=quiet(result.out, np.float32), lse=result.lse, grad_lse=grad_lse,
         **widened(call),
@@ -497,7 +442,7 @@ def test_a_float32_output_makes_gradients_more_exact(half: np.dtype, rng: np.ran
     call["value"] = quiet(call["value"].astype(np.float32) + 4, half)
     grad_out = quiet(rng.standard_normal((3, 60, 16)), half)
     result, exact = forward(call), {name: array.astype(np.float64) for name, array in call.items()}
-    expected = backward_of_both(exact, grad_out.astype(np.float64), None)
+    expected = backward(exact, grad_out.astype(np.float64), None)
 
     def error(out: np.ndarray, name: str) -> float:
         grads = cattn.attention_backward(grad_out, out=out, lse=result.lse, **call)
@@ -531,4 +476,4 @@ def test_an_output_of_another_dtype_is_refused(dtype: Any, out: Any, wanted: str
 def test_wrong_gradients_are_refused(grad_lse: Any, error: type[Exception], message: str) -> None:
     call: Call = {n: np.ones((2, 5, 4), np.float32) for n in ("query", "key", "value")}
     with pytest.raises(error, match=message):
-        backward_of_both(call, np.ones((2, 5, 4), np.float32), grad_lse)
+        backward(call, np.ones((2, 5, 4), np.float32), grad_lse)

@@ -14,7 +14,7 @@ import cattn
 from cattn import reference
 from support import assert_same_bits, examples, forced, looped
 from support import calls as random_calls
-from support.calls import drawn, pad, statistics_options, unpad
+from support.calls import drawn, statistics_options
 from support.laws import check_packed
 
 NAMES = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
@@ -64,27 +64,15 @@ def packed(name: str, dtype: type, d_v: int = 6) -> tuple[np.ndarray, ...]:
     return *arrays, edges(lengths_q), edges(lengths_k)
 
 
-def padded(arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOutput:
-    """The same sequences as a batch padded with NaN."""
-    call = random_calls.padded(dict(zip(NAMES, arrays, strict=True)) | options)
-    result: cattn.AttentionOutput = cattn.scaled_dot_product_attention(**call, return_lse=True)
-    return result
-
-
 @pytest.mark.promise("packed sequences")
 @looped("options", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
-def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
-    arrays = packed(name, dtype)
-    chosen = options_of(options, name)
-    batch = padded(arrays, **chosen)
-    expected, lse = unpad(batch.out, arrays[3]), unpad(batch.lse[..., None], arrays[3])[..., 0].T.copy()
-    for path in ("auto", "tile", "rows", "split"):
-        for threads in (1, 3):
-            with forced(path), cattn.num_threads(threads):
-                result = cattn.varlen_attention(*arrays, **chosen, return_lse=True)
-            assert_same_bits(result.out, expected, f"{path}, {threads}")
-            assert_same_bits(np.ascontiguousarray(result.lse), lse, f"{path}, {threads}")
+def test_packed_sequences_have_the_bits_of_the_padded_batch(
+    name: str, options: str, dtype: type, rng: np.random.Generator
+) -> None:
+    """Outputs, gradients and statistics, on every table and path."""
+    call = dict(zip(NAMES, packed(name, dtype), strict=True)) | options_of(options, name)
+    check_packed(call, {"top_k": 1}, rng)
 
 
 @looped("options", OPTIONS)
@@ -315,38 +303,6 @@ def test_random_sequences_have_the_bits_of_the_padded_batch(data: st.DataObject)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
-@pytest.mark.promise("packed sequences")
-@looped("options", OPTIONS)
-@pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
-def test_packed_gradients_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
-    arrays, chosen, lengths_q = packed(name, dtype), options_of(options, name), LENGTHS[name][0]
-    rng = np.random.default_rng(1)
-    grad_out = rng.standard_normal((*arrays[0].shape[:2], 6)).astype(dtype)
-    grad_lse = rng.standard_normal((4, len(grad_out)))
-    result = cattn.varlen_attention(*arrays, **chosen, return_lse=np.float64)
-
-    query, key, value, cu_q, cu_k = arrays
-    rows = [pad(a, cu_q) for a in (grad_out, result.out)]
-    lses = [pad(a.T[..., None], cu_q)[..., 0] for a in (result.lse, grad_lse)]
-    padding = np.arange(max(lengths_q)) >= np.reshape(lengths_q, (-1, 1, 1))
-    lses = [np.where(padding, 0, a) for a in lses]  # a sink sees the rows after the last query
-    expected = cattn.attention_backward(
-        np.where(padding[..., None], 0, rows[0]).astype(dtype), out=rows[1], lse=lses[0], grad_lse=lses[1],
-        **random_calls.padded(dict(zip(NAMES, arrays, strict=True)) | chosen),
-    )  # fmt: skip
-    for threads in (1, 3):
-        with cattn.num_threads(threads):
-            grads = cattn.varlen_attention_backward(
-                grad_out, query, key, value, result.out, result.lse, cu_q, cu_k, grad_lse=grad_lse, **chosen
-            )
-        for field, edges_of in (("query", cu_q), ("key", cu_k), ("value", cu_k)):
-            actual = getattr(grads, field)
-            assert actual.flags.c_contiguous
-            assert_same_bits(actual, unpad(getattr(expected, field), edges_of), field)
-        if "sinks" in chosen:
-            assert_same_bits(grads.sinks, expected.sinks)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_packed_gradients_agree_with_the_reference(name: str, options: str, dtype: type) -> None:
