@@ -83,12 +83,14 @@ static bool convert(struct call *call) {
                    : i != WEIGHT || call->inputs[SCALE] == NULL ? PyArray_TYPE(call->inputs[i])
                    : call->quantized == CATTN_STORED_I8         ? NPY_BYTE
                                                                 : NPY_UBYTE;
+    bool is_converted = false;
     if (!freeze(call, types))
         return false;
     for (int i = X; i <= BIAS; i++) {
         const bool dense = call->inputs[i] != NULL && !(i == WEIGHT && call->inputs[SCALE] != NULL);
         if (!dense || (type != NPY_DOUBLE && i != BIAS))
             continue;
+        is_converted |= types[i] != type;
         if (!cattn_arg_widen(call->state, &call->inputs[i], type))
             return false;
         types[i] = type;
@@ -98,8 +100,9 @@ static bool convert(struct call *call) {
             return false;
         Py_CLEAR(call->inputs[SCALE]);
         types[WEIGHT] = type;
+        is_converted = true;
     }
-    return freeze(call, types);
+    return !is_converted || freeze(call, types);
 }
 
 /* TypeError for products of bfloat16 unless the two factors are float32 or bfloat16. */

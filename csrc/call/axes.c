@@ -5,8 +5,14 @@
 
 static bool is_head(char letter) { return letter == 'N' || letter == 'K'; }
 
-/* Arrays of vectors have the layout of query, key and value; arrays of numbers always have the heads first. */
-static bool has_vectors(const char *axes) { return strpbrk(axes, "HD") != NULL; }
+/* Whether these axes end with vectors: such arrays have the layout of query, key and value, all others the heads first.
+ */
+static bool have_vectors(const char *axes) {
+    char last = '\0';
+    for (; *axes != '\0'; axes++)
+        last = *axes;
+    return last == 'H' || last == 'D';
+}
 
 static int64_t size_of(const struct cattn_shape *shape, const struct cattn_attention_params *params, char letter) {
     switch (letter) {
@@ -31,7 +37,7 @@ static int64_t size_of(const struct cattn_shape *shape, const struct cattn_atten
 
 int cattn_axes_shape(const struct cattn_shape *shape, const struct cattn_attention_params *params, const char *axes,
                      int64_t *dims) {
-    const bool swaps = shape->tokens_first && has_vectors(axes);
+    const bool swaps = shape->tokens_first && have_vectors(axes);
     int nd = 0;
     for (; nd < shape->n_batch_dims; nd++)
         dims[nd] = shape->dims[nd];
@@ -58,7 +64,7 @@ void cattn_axes_view(const struct cattn_shape *shape, const char *axes, enum cat
                : *letter == 'T' || letter[1] != '\0' ? CATTN_AXIS_ROW
                                                      : CATTN_AXIS_COL;
     cattn_view(tensor, array, shape->n_batch_dims, own);
-    if (shape->tokens_first && has_vectors(axes)) {
+    if (shape->tokens_first && have_vectors(axes)) {
         const int64_t heads = tensor->row;
         tensor->row = tensor->head;
         tensor->head = heads;
