@@ -88,8 +88,12 @@ struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const 
 
 /* ---- numbers of the whole call ---- */
 
-static bool is_called(const struct xla_name *name, const char *text) {
-    return name->length == strlen(text) && memcmp(name->text, text, name->length) == 0;
+static bool is_called(const struct xla_name *name, const char *text, const char *suffix) {
+    if (name->length == 0 || name->text[0] != text[0]) /* most are not */
+        return false;
+    const size_t length = strlen(text), more = strlen(suffix);
+    return name->length == length + more && memcmp(name->text, text, length) == 0 &&
+           memcmp(name->text + length, suffix, more) == 0;
 }
 
 /* The attributes of a number by its kind; kinds without any are not for XLA. */
@@ -104,17 +108,14 @@ static const struct {
 static void *find_attribute(struct xla_call *call, const struct xla_name *name, int *type) {
     static const char *const sides[] = {"_left", "_right"};
     *type = XLA_S64;
-    if (is_called(name, "present"))
+    if (is_called(name, "present", ""))
         return &call->present;
     for (int i = 0; i < N_ATTENTION_NUMBERS; i++) {
         const int n = ATTRIBUTES[cattn_numbers[i].kind].n;
         *type = ATTRIBUTES[cattn_numbers[i].kind].type;
-        for (int part = 0; part < n; part++) {
-            char own[64];
-            (void)snprintf(own, sizeof own, "%s%s", cattn_numbers[i].name, n > 1 ? sides[part] : "");
-            if (is_called(name, own))
+        for (int part = 0; part < n; part++)
+            if (is_called(name, cattn_numbers[i].name, n > 1 ? sides[part] : ""))
                 return &call->numbers[i][part];
-        }
     }
     return NULL;
 }

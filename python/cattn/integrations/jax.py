@@ -35,6 +35,12 @@ jax.tree_util.register_pytree_node(
     BlockMask, lambda pair: ((pair.blocks,), pair.size), lambda size, leaves: BlockMask._of_leaves(leaves[0], size)
 )
 
+_OPERANDS = _cattn._operands()
+_REALS = ("REAL", "BOUND", "PROBABILITY")
+# The numbers that csrc/xla has attributes for.
+_NUMBERS = {name: kind for name, kind in _cattn._numbers() if kind in (*_REALS, "ALIGNMENT", "WINDOW", "COUNT")}
+_CORNERS = ("upper_left", "lower_right")
+
 # One compiled function for each set of options and shapes also serves calls outside of jit.
 _compiled = jax.jit(compute, static_argnums=0)
 
@@ -50,8 +56,7 @@ def _read_options(inputs: Arrays, given: dict[str, Any], return_residual: Any) -
     if not isinstance(is_causal, (bool, np.bool_)) and is_causal not in _CORNERS:
         raise ValueError(f"is_causal must be False, True, 'upper_left' or 'lower_right', got {is_causal!r}")
     head_dim, dtype = inputs["query"].shape[3], compute_dtype(inputs["query"].dtype)
-    kinds = {name: kind for name, kind in _cattn._numbers() if name in given}
-    reals = {name: given[name] for name, kind in kinds.items() if kind in ("REAL", "BOUND", "PROBABILITY")}
+    reals: dict[str, Any] = {name: given.get(name) for name, kind in _NUMBERS.items() if kind in _REALS}
     for name, number in reals.items():
         if isinstance(number, (jax.Array, np.ndarray)) and number.ndim == 0:
             reals[name] = number.item()
@@ -61,11 +66,9 @@ def _read_options(inputs: Arrays, given: dict[str, Any], return_residual: Any) -
     cattn.explain(rows, rows, rows, block_mask=blocks, **reals)
     if reals["scale"] is None:
         reals["scale"] = 1 / math.sqrt(head_dim or 1)
-    numbers = [part for name, kind in kinds.items() for part in _write_number(name, kind, {**given, **reals}[name])]
+    given = given | reals
+    numbers = [part for name, kind in _NUMBERS.items() for part in _write_number(name, kind, given.get(name))]
     return Options(tuple(numbers), bool(return_residual))
-
-
-_CORNERS = ("upper_left", "lower_right")
 
 
 def _write_number(name: str, kind: str, number: Any) -> list[tuple[str, float | int]]:
@@ -203,7 +206,7 @@ def dot_product_attention(
         "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
     }  # fmt: skip
     sizes = sizes_of(operands, block_size)
-    for name, axes, kind, _, _ in _cattn._operands():
+    for name, axes, kind, _, _ in _OPERANDS:
         if given.get(name) is not None:
             wanted = tuple(sizes[letter] for letter in ("B", *axes))
             operands[name] = READERS[kind](given[name], name, wanted, compute_dtype(operands["query"].dtype))

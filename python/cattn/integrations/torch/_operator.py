@@ -41,7 +41,10 @@ class Result(NamedTuple):
 
 
 def row_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None) -> tuple[int, ...]:
-    """Return the shape of the output without its last axis."""
+    """Return the shape of the output without its last axis, also of sizes that the compiler keeps as symbols.
+
+    C sees only numbers, so that `cattn.explain` cannot answer here.
+    """
     q, k, v = query.shape, key.shape, value.shape
     if q[:-2] == k[:-2] == v[:-2]:
         return q[:-1]
