@@ -73,39 +73,12 @@ def test_the_mode_changes_no_bit_of_converted_masks(mode: str, normal: Normal) -
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_the_mode_changes_no_bit_of_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
-    x = normal(20, 50, dtype=dtype)
-    x[3] *= 1e-39 if dtype == np.float32 else 1e-309
-    for call in (
-        lambda: cattn.softmax(x, scale=1 / 3),
-        lambda: cattn.masked_softmax(x, is_causal="lower_right"),
-        lambda: cattn.masked_softmax(x, is_causal="lower_right", method="renormalize"),
-    ):
-        right = call()
-        with floating_point_mode(mode):
-            result = call()
-        assert_same_bits(result, right)
-
-
-@pytest.mark.parametrize("mode", FP_MODES)
 def test_the_mode_does_not_change_which_ranges_uniform_takes(dtype: type, mode: str) -> None:
     """3.4028235e38 rounds to the largest float32, or to inf in another mode."""
     right = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
     with floating_point_mode(mode):
         result = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
     assert_same_bits(result, right)
-
-
-@pytest.mark.parametrize("mode", FP_MODES)
-def test_the_mode_changes_no_bit_of_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
-    x = normal(300, dtype=dtype)
-    x[:50] *= 1e-39 if dtype == np.float32 else 1e-309
-    for p in (0.1, 0.3, 0.9):  # 1 / (1 - p) is rounded
-        right = cattn.dropout(x, p, rng=3, return_mask=True)
-        with floating_point_mode(mode):
-            result = cattn.dropout(x, p, rng=3, return_mask=True)
-        for a, b in zip(result, right, strict=True):
-            assert_same_bits(a, b, f"p {p}")
 
 
 # The projections of layers are matrix products of the BLAS, which computes in the caller's mode.

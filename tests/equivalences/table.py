@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import cattn
 from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges
-from support import INF, NAN, assert_same_bits, each, looped, without
+from support import HALVES, INF, NAN, assert_same_bits, each, looped, quiet, widened, without
 from support.calls import (
     F8,
     calls,
@@ -51,6 +51,7 @@ class Row:
     poisoned: Callable[[Call], list[Call]] = lambda call: []  # the call with other numbers where nothing is seen
     seen: Callable[[Call, str, np.ndarray], np.ndarray] = lambda call, stage, weights: weights  # of weights of a stage
     refuses: dict[str, str] = dataclasses.field(default_factory=dict)  # question: text of the error
+    derivatives: bool = True  # whether those, too, are an equivalence
     sums_of_its_own: tuple[str, ...] = ()  # who shares an array, so that its gradient is added in an order of its own
 
     def __repr__(self) -> str:
@@ -510,7 +511,42 @@ KEY_INDICES = Row(
 )
 
 
-ROWS = {row.option: row for row in (BLOCK_MASK, STARTS, LAYOUT, QUANTIZED, KEY_INDICES)}
+# ---- halves: the call on the same numbers in float32, rounded once ---------------------------------------------------
+def rounded_once(ask: Ask, call: Call) -> Any:
+    """Round output and weights; the log-sum-exp and statistics are float32."""
+    found, fields = ask(widened(call)), {}
+    kind = np.result_type(*(call[name] for name in ("query", "key", "value") if name in call))
+    for name, x in found._asdict().items():
+        fields[name] = quiet(x, kind) if name in ("out", "weights") and x is not None and kind in HALVES else x
+    return type(found)(**fields)
+
+
+STORED_AS_HALVES = Row(
+    "halves",
+    {
+        "many queries": case(150, 500, is_causal="upper_left"),
+        "a step of decoding": case(1, CHUNK + 77, **LOWER),
+        "a few steps": case(7, 2 * CHUNK + 3),
+        "few tokens": case(2, 30, heads=2, **LOWER),
+        "window": case(130, 3 * BLOCK + 20, window_size=(40, 3), query_offset=200),
+        "window, softcap, slopes, sinks": case(99, 400, sinks=SINKS, **LOWER, **SCORES),
+        "masks, lengths and dropout": case(
+            40, 300, attn_mask=bools(1, 40, 300), bias=numbers(2, 4, 40, 300), query_seq_lengths=[40, 7],
+            key_value_seq_lengths=[290, 190], key_value_seq_starts=[0, 25], **DROPOUT,
+        ),
+        "bias of halves": lambda dtype: attend(101, 400, dtype, bias=numbers(3, 4, 101, 400, dtype=dtype)),
+        "one head of many": case(9, 50, heads=6),
+        "no key": case(5, 0),
+        "large scores": case(33, 70, scale=50.0),
+    },
+    equivalent=rounded_once,
+    drawn=calls().map(lambda drawn: drawn[0]).filter(lambda call: call["query"].dtype in HALVES),
+    dtypes=HALVES,
+    derivatives=False,  # they start from the rounded output
+)  # fmt: skip
+
+
+ROWS = {row.option: row for row in (BLOCK_MASK, STARTS, LAYOUT, QUANTIZED, KEY_INDICES, STORED_AS_HALVES)}
 CASES = [(row, name) for row in ROWS.values() for name in row.cases]
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
 

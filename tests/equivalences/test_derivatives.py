@@ -45,7 +45,7 @@ def second(call: Call) -> cattn.AttentionGradients:
 @pytest.mark.promise("gradients' bits")
 @every_case
 def test_gradients(row: Row, name: str, isa: str) -> None:
-    for dtype in () if "heads" in row.sums_of_its_own else dtypes_of(row, name, isa):
+    for dtype in dtypes_of(row, name, isa) if row.derivatives and "heads" not in row.sums_of_its_own else ():
         assert_equivalent(row, gradients, with_gradients(row, row.cases[name](dtype)), str(dtype))
 
 
@@ -56,8 +56,10 @@ def test_gradients_of_a_bias(row: Row, shape: tuple[int, ...], isa: str) -> None
     """An axis of size 0 has the size of the scores."""
     call = row.cases["many queries" if "many queries" in row.cases else "blocks of 64"](row.dtypes[0])
     entries_share_it, queries_share_it = shape[0] != 2, shape[-2] == 1
-    if (row.option == "key_value_seq_starts" and entries_share_it) or (
-        row.option == "key_indices" and queries_share_it
+    if (
+        (row.option == "key_value_seq_starts" and entries_share_it)
+        or (row.option == "key_indices" and queries_share_it)
+        or not row.derivatives
     ):
         return  # its gradient is a sum with an order of its own: test_options.py, docs/bit_contract.md
     lengths = call["query"].shape[-3 if row is LAYOUT else -2], call["key"].shape[-3 if row is LAYOUT else -2]
@@ -80,7 +82,7 @@ def test_tangents_and_their_gradients(row: Row, name: str, isa: str) -> None:
     def refused(call: Call) -> Any:
         return cattn.attention_jvp(**call, query_tangent=np.zeros(call["query"].shape, call["query"].dtype))
 
-    if is_refused(row, "tangents", refused):
+    if not row.derivatives or is_refused(row, "tangents", refused):
         return
     for dtype in dtypes_of(row, name, isa):
         call = with_tangents(row, row.cases[name](dtype))
@@ -93,7 +95,7 @@ def test_tangents_and_their_gradients(row: Row, name: str, isa: str) -> None:
 @given(data=st.data())
 @examples(25, long=1250)
 def test_gradients_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
-    if "heads" not in row.sums_of_its_own:
+    if row.derivatives and "heads" not in row.sums_of_its_own:
         assert_equivalent(row, gradients, with_gradients(row, data.draw(row.drawn)), "")
 
 
@@ -102,6 +104,8 @@ def test_gradients_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
 @examples(16, long=800)
 def test_tangents_of_any_call(row: Row, isa: str, data: st.DataObject) -> None:
     call = data.draw(row.drawn)
+    if not row.derivatives:
+        return
     stored = [name for name in ("key", "value") if isinstance(call[name], cattn.Quantized)]
     if "tangents" not in row.refuses and "key_indices" not in call and not stored:
         assert_equivalent(row, tangents, with_tangents(row, call), "")

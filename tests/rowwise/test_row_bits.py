@@ -14,7 +14,19 @@ from row_table import CALLED, TABLE, WIDTH, Arrays, Row, as_list, column, each_r
 
 import cattn
 from cattn import functional
-from support import HALVES, INF, NAN, assert_same_bits, examples, in_contract, looped, quiet, table
+from support import (
+    FP_MODES,
+    HALVES,
+    INF,
+    NAN,
+    assert_same_bits,
+    examples,
+    floating_point_mode,
+    in_contract,
+    looped,
+    quiet,
+    table,
+)
 
 COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 511, 512, 513, 519, 520, 1024, 1100]
 LONG = 70_003  # kernels look at a stop every 65,536 columns
@@ -129,6 +141,21 @@ def test_halves_are_computed_in_float32_and_rounded_once(
             assert_all_same([out], expected, "out")
         for layout in ("Fortran", "backwards"):
             assert_all_same(row.results({name: views(a)[layout] for name, a in arrays.items()}), expected, layout)
+
+
+@pytest.mark.promise("floating-point mode")
+@pytest.mark.parametrize("mode", FP_MODES)
+@each_row()
+def test_the_mode_of_the_caller_changes_no_bit(
+    isa: str, dtype: type, mode: str, row: Row, rng: np.random.Generator
+) -> None:
+    arrays = row.arrays(rng, (20, 50), dtype)
+    for name in row.moving():
+        arrays[name][3] *= dtype(1e-39 if dtype == np.float32 else 1e-309)
+    expected = row.results(arrays)
+    with floating_point_mode(mode):
+        found = row.results(arrays)
+    assert_all_same(found, expected, mode)
 
 
 # ---- where the result lies -------------------------------------------------------------------------------------------

@@ -215,71 +215,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
             assert_same_bits(getattr(part, name), getattr(whole, name)[first:last], f"{name} {first}:{last}")
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_halves_have_the_bits_of_float32(dtype: Any) -> None:
-    rng = np.random.default_rng(3)
-    q, k = (rng.standard_normal((2, 120, 16)).astype(dtype) for _ in range(2))
-    wide = cattn.attention_statistics(q.astype(np.float32), k.astype(np.float32), top_k=2)
-    assert_equal_bits(cattn.attention_statistics(q, k, top_k=2), wide)
-
-
-def test_strides_do_not_matter() -> None:
-    rng = np.random.default_rng(4)
-    q, k = rng.standard_normal((2, 3, 110, 7)), rng.standard_normal((2, 3, 210, 7))
-    wanted = cattn.attention_statistics(q, k, top_k=2)
-    for change in (
-        np.asfortranarray,
-        lambda a: np.repeat(a, 3, -1)[..., ::3],
-        lambda a: a[..., ::-1].copy()[..., ::-1],
-    ):
-        assert_equal_bits(cattn.attention_statistics(change(q), change(k), top_k=2), wanted)
-
-
 # ---- packed sequences ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": "lower_right"},
-        {"alignment": "lower_right", "window_size": (9, 3)},
-        {"is_causal": "upper_left", "softcap": 2.0, "sinks": [0.5, -1.0], "alibi_slopes": [0.1, 0.3]},
-        {"observation_window": 7, "top_k": 4},
-    ],
-)
-@pytest.mark.parametrize(
-    "lengths", [([5, 3, 9], [5, 3, 9]), ([0, 6, 0, 200], [3, 0, 0, 390]), ([17], [33]), ([], [])], ids=str
-)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_packed_sequences_have_the_bits_of_their_own_calls(
-    options: dict[str, Any], lengths: tuple[list[int], list[int]], dtype: Any
-) -> None:
-    rng = np.random.default_rng(9)
-    edges_q, edges_k = (np.cumsum([0, *n]) for n in lengths)
-    q, k = (
-        rng.standard_normal((edges_q[-1], 2, 6)).astype(dtype),
-        rng.standard_normal((edges_k[-1], 1, 6)).astype(dtype),
-    )
-    if len(k) < options.get("top_k", 0):
-        options = options | {"top_k": 0}
-    result = cattn.varlen_attention_statistics(q, k, edges_q, edges_k, **options)
-    assert result.entropy.shape == (2, len(q))
-    assert result.received.shape == (2, len(k))
-    own = dict(options)
-    if own.pop("alignment", None):
-        own["is_causal"] = False
-    for b, (q0, q1, k0, k1) in enumerate(zip(edges_q, edges_q[1:], edges_k, edges_k[1:], strict=False)):
-        positions = {"query_offset": lengths[1][b] - lengths[0][b]} if "alignment" in options else {}
-        single = cattn.attention_statistics(
-            q[q0:q1].swapaxes(0, 1), k[k0:k1].swapaxes(0, 1), enable_gqa=True,
-            **own | positions | {"top_k": min(own.get("top_k", 0), lengths[1][b])},
-        )  # fmt: skip
-        for name in FIELDS:
-            a, whole = getattr(single, name), getattr(result, name)
-            if a is not None:
-                rows = whole[:, k0:k1] if name in COLUMNS else whole[:, q0:q1]
-                assert_same_bits(np.ascontiguousarray(rows[..., : a.shape[-1]] if a.ndim == 3 else rows), a, name)
-
-
 def test_packed_sequences_equal_the_reference() -> None:
     rng = np.random.default_rng(10)
     q, k = rng.standard_normal((30, 4, 6)), rng.standard_normal((41, 2, 6))
@@ -612,18 +548,6 @@ def test_a_softcap_that_rounds_to_zero_is_refused(kind: type) -> None:
     capped = cattn.attention_weights(x.astype(np.float32), x.astype(np.float32), softcap=2.0**-150 * (1 + 2.0**-52),
                                      stage="softcap")  # fmt: skip
     np.testing.assert_array_equal(capped, np.finfo(np.float32).smallest_subnormal)
-
-
-@pytest.mark.parametrize("give_out", [False, True])
-@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
-def test_halves_are_rounded_once_after_dropout(kind: type, give_out: bool, rng: np.random.Generator) -> None:
-    x, y = rng.standard_normal((2, 16, 4)).astype(kind)
-    options: dict[str, Any] = {"stage": "dropout", "dropout_p": 0.9, "rng": 0}
-    wide = cattn.attention_weights(x.astype(np.float32), y.astype(np.float32), **options)
-    out = np.empty((16, 16), kind) if give_out else None
-    result = cattn.attention_weights(x, y, out=out, **options)
-    assert result is out or not give_out
-    assert_same_bits(result, wide.astype(kind))
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 20, 64])
