@@ -258,20 +258,6 @@ def test_decoding_in_steps_has_the_bits_of_one_pass(dtype: type, normal: Normal)
     assert start == 30
 
 
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_decoding_past_three_key_chunks_has_the_bits_of_one_pass(dtype: type, n_threads: int, normal: Normal) -> None:
-    total = 3 * cattn._cattn._chunk_keys() + 40  # 4648
-    q, k, v = normal(2, total, 8, dtype=dtype), normal(1, total, 8, dtype=dtype), normal(1, total, 8, dtype=dtype)
-    full = cattn.causal_attention(q, k, v, enable_gqa=True)
-    cache = cattn.KVCache((), 1, total, 8, dtype=dtype)
-    step = np.empty_like(full)
-    with cattn.num_threads(n_threads):
-        for t in range(total):
-            cache.append(k[:, t : t + 1], v[:, t : t + 1])
-            step[:, t : t + 1] = cattn.causal_attention(q[:, t : t + 1], cache.k, cache.v, enable_gqa=True)
-    assert_same_bits(step, full)
-
-
 def test_sequences_of_different_lengths_have_the_bits_of_each_alone(normal: Normal) -> None:
     """Prompts are padded to one length, truncated to their own lengths, then decoded together."""
     lengths = [7, 3, 5]
@@ -289,17 +275,6 @@ def test_sequences_of_different_lengths_have_the_bits_of_each_alone(normal: Norm
         for b, row in enumerate(rows):
             n = lengths[b] + step + 1
             assert_same_bits(out[b], cattn.causal_attention(q[row], k[b, :, :n], v[b, :, :n], enable_gqa=True))
-
-
-def test_dropout_in_decoding_is_that_of_one_pass(normal: Normal) -> None:
-    q, k, v = (normal(2, 3, 9, 8) for _ in range(3))
-    full = cattn.causal_attention(q, k, v, dropout_p=0.4, rng=5)
-    cache = cattn.KVCache(2, 3, 9, 8)
-    for t in range(9):
-        now = slice(t, t + 1)
-        cache.append(k[:, :, now], v[:, :, now])
-        step = cattn.causal_attention(q[:, :, now], cache.k, cache.v, dropout_p=0.4, rng=5)
-        assert_same_bits(step, full[:, :, now])
 
 
 def test_an_output_projection_that_fails_leaves_the_cache_unchanged() -> None:

@@ -179,10 +179,13 @@ def test_modules_of_the_package_form_no_circle() -> None:
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
+CEILING = 800
+
+
 def lines_of_code(path: Path) -> int:
-    """Return the number of lines of a C file, or of a Python file without its docstrings and markers of promises."""
+    """Return the number of lines; of a long Python file without its docstrings and markers of promises."""
     lines = path.read_text("utf-8").splitlines()
-    if path in C_FILES:
+    if path in C_FILES or len(lines) <= CEILING:
         return len(lines)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, documented)]
@@ -193,7 +196,7 @@ def lines_of_code(path: Path) -> int:
 
 def files_are_short_and_begin_with_their_purpose(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert lines_of_code(path) <= 800
+    assert lines_of_code(path) <= CEILING
     if path in C_FILES:
         assert text.startswith(f"/* {path.name} -- "), "the first line names the file and its purpose"
     elif text.strip():
