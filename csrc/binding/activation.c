@@ -73,16 +73,10 @@ static PyObject *activate(struct binding_state *state, enum cattn_activation whi
     struct cattn_activation_params params;
     struct cattn_array x;
     struct call call = {.state = state, .params = &params, .x = &x};
-    PyObject *result = NULL;
-    if (parse_inputs(&call, args[ACTIVATION_x], grad) && make_output(&call, args[ACTIVATION_out])) {
-        params.which = which;
-        if (run(&params, call.output.array) && cattn_output_finish(&call.output))
-            result = cattn_output_result(&call.output);
-    }
-    for (int i = 0; i < N_INPUTS; i++)
-        Py_XDECREF((PyObject *)call.inputs[i]);
-    cattn_output_clear(&call.output);
-    return result;
+    bool computed = parse_inputs(&call, args[ACTIVATION_x], grad) && make_output(&call, args[ACTIVATION_out]);
+    params.which = which;
+    computed = computed && run(&params, call.output.array);
+    return cattn_output_end(computed, &call.output, call.inputs, N_INPUTS);
 }
 
 PyObject *cattn_body_gelu(struct binding_state *state, PyObject **args) {

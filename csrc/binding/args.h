@@ -207,6 +207,8 @@ bool cattn_output_finish(struct cattn_output *output);
 /* The array that the user gets, a new reference. */
 PyObject *cattn_output_result(const struct cattn_output *output);
 void cattn_output_clear(struct cattn_output *output);
+/* The end of a function with one output: returns it if it is computed, else NULL, and releases all arrays. */
+PyObject *cattn_output_end(bool computed, struct cattn_output *output, PyArrayObject *const *inputs, int n_inputs);
 
 /* ---- running the core ---- */
 

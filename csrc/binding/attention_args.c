@@ -261,9 +261,7 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask) {
         return false;
     cattn_set_block_size(params, params->block_size);
     int64_t dims[NPY_MAXDIMS];
-    memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    dims[call->shape.nd - 2] = cattn_ceil_div(params->seqlen_q, params->block_size);
-    dims[call->shape.nd - 1] = cattn_ceil_div(params->seqlen_k, params->block_size);
+    (void)cattn_axes_shape(&call->shape, params, cattn_operands[OPERAND_block_mask].axes, dims);
     PyArrayObject *blocks = call->inputs[OPERAND_block_mask] = parse_blocks(call, mask, dims);
     if (blocks == NULL)
         return false;
@@ -341,10 +339,8 @@ static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, stru
     const struct cattn_door *door = cattn_python;
     int64_t dims[NPY_MAXDIMS];
     cattn_freeze(array, "key_indices", given);
-    for (int axis = 0; axis < call->shape.nd - 1; axis++)
-        dims[axis] = call->shape.dims[axis];
-    dims[call->shape.nd - 1] = given->nd > 0 ? given->dims[given->nd - 1] : 1;
-    call->shape.listed = dims[call->shape.nd - 1];
+    call->shape.listed = given->nd > 0 ? given->dims[given->nd - 1] : 1;
+    (void)cattn_axes_shape(&call->shape, call->params, cattn_operands[OPERAND_key_indices].axes, dims);
     if (!cattn_check_broadcast(door, given, call->shape.nd, dims, "the queries' shape, with n keys for each,", ""))
         return false;
     PyArrayObject *own = call->inputs[OPERAND_key_indices] = cattn_new_integers(given);

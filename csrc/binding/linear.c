@@ -233,7 +233,7 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
     struct cattn_array frozen[N_INPUTS];
     struct call call = {.state = state, .frozen = frozen};
     struct cattn_output output = {NULL, NULL};
-    PyObject *result = NULL;
+    bool computed = false;
     PyObject *bias = args[LINEAR_bias];
     if (!cattn_arg_compute_dtype(args[LINEAR_compute_dtype], &call.bf16) ||
         (call.inputs[X] = cattn_arg_floats(state, args[LINEAR_x], "x")) == NULL ||
@@ -245,13 +245,9 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
         !make_rows_even(&call) || !make_output(&call, args[LINEAR_out], &output))
         goto done;
     fill_params(&call, output.array, &params);
-    if (run(&params) && cattn_output_finish(&output))
-        result = cattn_output_result(&output);
+    computed = run(&params);
 done:
-    for (int i = 0; i < N_INPUTS; i++)
-        Py_XDECREF((PyObject *)call.inputs[i]);
-    cattn_output_clear(&output);
-    return result;
+    return cattn_output_end(computed, &output, call.inputs, N_INPUTS);
 }
 
 /* ---- products ---- */
@@ -282,7 +278,7 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
     struct cattn_array frozen[N_INPUTS];
     struct call call = {.state = cattn_state(module), .frozen = frozen};
     struct cattn_output output = {NULL, NULL};
-    PyObject *result = NULL;
+    bool computed = false;
     if (!cattn_error_count("_product", n_args, 4) || !cattn_ready(call.state))
         return NULL;
     const bool is_gradient = args[3] == Py_True;
@@ -318,11 +314,7 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
                                           .out_b = 1};
     params.out_a = params.n_b;
     params.out_batch = params.n_a * params.n_b;
-    if (run(&params))
-        result = cattn_output_result(&output);
+    computed = run(&params);
 done:
-    for (int i = 0; i < N_INPUTS; i++)
-        Py_XDECREF((PyObject *)call.inputs[i]);
-    cattn_output_clear(&output);
-    return result;
+    return cattn_output_end(computed, &output, call.inputs, N_INPUTS);
 }

@@ -60,11 +60,6 @@ static bool parse_arrays(struct call *call, PyObject *const given[N_INPUTS], con
            (grad->data == NULL || cattn_check_shape(cattn_python, grad, "x", x->nd, x->dims));
 }
 
-static void release(struct call *call) {
-    for (int i = 0; i < N_INPUTS; i++)
-        Py_XDECREF((PyObject *)call->inputs[i]);
-}
-
 /* An array with the axes of x, or with its last one; or absent. An axis of one element has any stride. */
 static void view(const struct call *call, struct cattn_tensor *tensor, const struct cattn_array *array) {
     if (array->data == NULL)
@@ -109,13 +104,9 @@ static PyObject *norm(struct call *call, PyObject *const given[N_INPUTS], const 
                       PyObject *out) {
     struct cattn_norm_params params;
     struct cattn_output output = {NULL, NULL};
-    PyObject *result = NULL;
-    if (parse_eps(eps, &call->eps) && parse_arrays(call, given, all_names) &&
-        make_output(call, &params, out, &output) && run(&params, output.array) && cattn_output_finish(&output))
-        result = cattn_output_result(&output);
-    release(call);
-    cattn_output_clear(&output);
-    return result;
+    const bool computed = parse_eps(eps, &call->eps) && parse_arrays(call, given, all_names) &&
+                          make_output(call, &params, out, &output) && run(&params, output.array);
+    return cattn_output_end(computed, &output, call->inputs, N_INPUTS);
 }
 
 PyObject *cattn_body_rms_norm(struct binding_state *state, PyObject **args) {
@@ -191,7 +182,8 @@ static PyObject *norm_backward(PyObject *module, PyObject *const *args, Py_ssize
                               (PyObject *)outputs[GRAD_BIAS].array);
     }
 done:
-    release(&call);
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call.inputs[i]);
     for (int i = 0; i < N_GRADIENTS; i++)
         cattn_output_clear(&outputs[i]);
     return result;

@@ -199,6 +199,14 @@ void cattn_output_clear(struct cattn_output *output) {
     Py_CLEAR(output->array);
 }
 
+PyObject *cattn_output_end(bool computed, struct cattn_output *output, PyArrayObject *const *inputs, int n_inputs) {
+    PyObject *result = computed && cattn_output_finish(output) ? cattn_output_result(output) : NULL;
+    for (int i = 0; i < n_inputs; i++)
+        Py_XDECREF((PyObject *)inputs[i]);
+    cattn_output_clear(output);
+    return result;
+}
+
 /* _store(result, out): copies a finished result into the caller's array, with the checks of every out=. */
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("_store", n_args, 2) || !cattn_ready(cattn_state(module)))

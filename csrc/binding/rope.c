@@ -191,15 +191,12 @@ PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
     struct cattn_rope_params params;
     struct cattn_array frozen;
     struct call call = {.state = state, .params = &params, .frozen = &frozen};
-    PyObject *result = NULL;
-    if (parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
-        parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
-        cattn_arg_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
-        parse_scaling(&call, args[ROPE_scaling]) && cattn_arg_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
-        make_output(&call, args[ROPE_out]) && run(&params, call.output.array) && cattn_output_finish(&call.output))
-        result = cattn_output_result(&call.output);
-    Py_XDECREF((PyObject *)call.x);
-    Py_XDECREF((PyObject *)call.positions);
-    cattn_output_clear(&call.output);
-    return result;
+    const bool computed = parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
+                          parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
+                          cattn_arg_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
+                          parse_scaling(&call, args[ROPE_scaling]) &&
+                          cattn_arg_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
+                          make_output(&call, args[ROPE_out]) && run(&params, call.output.array);
+    PyArrayObject *const inputs[] = {call.x, call.positions};
+    return cattn_output_end(computed, &call.output, inputs, 2);
 }

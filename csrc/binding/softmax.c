@@ -100,16 +100,11 @@ static bool make_output(struct call *call, PyObject *out) {
 
 CATTN_DEFINE_RUN(run, cattn_softmax, cattn_softmax_params)
 
-/* The common end: computes, copies a temporary to out, releases everything. `parsed` false: an exception is set. */
+/* The common end. `parsed` false: an exception is set. */
 static PyObject *finish(struct call *call, bool parsed) {
-    PyObject *result = NULL;
-    if (parsed && run(call->params, call->output.array) && cattn_output_finish(&call->output))
-        result = cattn_output_result(&call->output);
-    for (int i = 0; i < N_INPUTS; i++)
-        Py_XDECREF((PyObject *)call->inputs[i]);
+    const bool computed = parsed && run(call->params, call->output.array);
     cattn_ranges_clear(&call->ranges);
-    cattn_output_clear(&call->output);
-    return result;
+    return cattn_output_end(computed, &call->output, call->inputs, N_INPUTS);
 }
 
 PyObject *cattn_body_softmax(struct binding_state *state, PyObject **args) {
@@ -171,7 +166,7 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
     struct cattn_array grad, weights;
     PyArrayObject *inputs[2] = {NULL, NULL};
     struct cattn_output output = {NULL, NULL};
-    PyObject *result = NULL;
+    bool computed = false;
     if (!cattn_error_count("softmax_backward", n_args, 4) || !cattn_ready(state))
         return NULL;
     for (int i = 0; i < 2; i++) {
@@ -206,13 +201,9 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
     cattn_tensor_rows(&params.out, output.array, nd, nd - 1);
     if (params.n_cols == 1)
         params.grad.col = params.weights.col = params.out.col = 1;
-    if (run_backward(&params, output.array) && cattn_output_finish(&output))
-        result = cattn_output_result(&output);
+    computed = run_backward(&params, output.array);
 done:
-    Py_XDECREF((PyObject *)inputs[0]);
-    Py_XDECREF((PyObject *)inputs[1]);
-    cattn_output_clear(&output);
-    return result;
+    return cattn_output_end(computed, &output, inputs, 2);
 }
 
 /* ---- causal_mask ---- */
@@ -223,7 +214,8 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
     struct cattn_range_args parsed = {0};
     struct cattn_mask_params params = {.mask = NULL};
     struct cattn_output output = {NULL, NULL};
-    PyObject *result = NULL, *T_k = args[CAUSAL_MASK_T_k] == Py_None ? args[CAUSAL_MASK_T_q] : args[CAUSAL_MASK_T_k];
+    bool computed = false;
+    PyObject *T_k = args[CAUSAL_MASK_T_k] == Py_None ? args[CAUSAL_MASK_T_q] : args[CAUSAL_MASK_T_k];
     PyObject *is_causal = args[CAUSAL_MASK_is_causal];
     /* lower_right is the default: an offset overrides it */
     if (args[CAUSAL_MASK_query_offset] != Py_None && cattn_arg_is(is_causal, state->lower_right))
@@ -246,10 +238,8 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
     if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
         goto done;
     params.mask = (uint8_t *)PyArray_BYTES(output.array);
-    if (run_mask(&params, output.array))
-        result = cattn_output_result(&output);
+    computed = run_mask(&params, output.array);
 done:
     cattn_ranges_clear(&parsed);
-    cattn_output_clear(&output);
-    return result;
+    return cattn_output_end(computed, &output, NULL, 0);
 }

@@ -28,6 +28,10 @@ static int64_t size_of(const struct cattn_shape *shape, const struct cattn_atten
         return params->head_dim;
     case 'D':
         return params->d_v;
+    case 'X':
+        return cattn_ceil_div(shape->dims[shape->nd - 2], params->block_size);
+    case 'Y':
+        return cattn_ceil_div(shape->dims[shape->nd - 1], params->block_size);
     case 'L':
         return shape->listed;
     default:
