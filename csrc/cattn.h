@@ -375,6 +375,65 @@ struct cattn_product_params {
     int64_t bias_batch, bias_a, bias_b;
 };
 
+/* Linear attention with a state S of shape (d_k, d_v) for each head. For each token:
+ * S = exp(decay) S; u = beta * (v - S' k), or v without beta; S = S + k u'; out = scale * S' q.
+ * There are n_states heads. key_heads and value_heads divide that number, and one of them is it. query_heads divides it
+ * or is a multiple of it. Output has the larger number of heads of the two. */
+struct cattn_linear_attention_params {
+    enum cattn_dtype dtype;     /* of the computation, decay, beta and the states */
+    enum cattn_storage storage; /* of query, key, value and out */
+    bool decay_by_row;          /* decay has one number for each row of S, else one for a token */
+    int n_batch_dims;
+    int num_threads;
+    int64_t n_batch; /* product of batch_shape */
+    int64_t n_states, query_heads, key_heads, value_heads;
+    int64_t seqlen, d_k, d_v;
+    int64_t length; /* tokens from there on have no effect, if `lengths` is absent */
+    double scale;
+    /* Packed sequences: entry b has the rows edges[b] .. edges[b + 1] - 1. Only states have batch strides. Or NULL. */
+    const int64_t *edges;
+    struct cattn_poll poll;
+    struct cattn_tensor query, key, value; /* (batch, head, row, col) */
+    struct cattn_tensor decay;             /* the same, col only if decay_by_row; or absent: 0 */
+    struct cattn_tensor beta;              /* (batch, head, row); or absent */
+    struct cattn_tensor state, state_out;  /* (batch, head, d_k, d_v); each may be absent, and they may be the same */
+    struct cattn_tensor lengths;           /* of the batch entries: int64, batch strides; or absent */
+    struct cattn_tensor out;               /* (batch, head, row, col); 0 for tokens without effect */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+};
+
+/* Its gradients, in the dtype of the computation and with unit stride along rows, for each head of the output (of
+ * queries) and of the states (all others): sums over repeated heads are left to the caller. */
+struct cattn_linear_attention_backward_params {
+    struct cattn_tensor grad_out;   /* stored as query, with the heads of out */
+    struct cattn_tensor grad_final; /* of state_out, in the dtype of the computation; or absent */
+    struct cattn_tensor grad_query, grad_key, grad_value;
+    struct cattn_tensor grad_decay, grad_beta;    /* absent as decay and beta are */
+    struct cattn_tensor grad_state;               /* or absent */
+    struct cattn_linear_attention_params forward; /* without out and state_out */
+};
+
+/* For each channel: out[t] = f(the sum over j of weight[j] * x[t - width + 1 + j], plus bias), where rows before the
+ * first are those of the state, or take no part without one. */
+struct cattn_conv_params {
+    enum cattn_dtype dtype;     /* of the computation, weight and bias */
+    enum cattn_storage storage; /* of x, out and the states */
+    bool silu;                  /* f; else the identity */
+    int n_batch_dims;
+    int num_threads;
+    int64_t n_batch; /* product of batch_shape */
+    int64_t seqlen, n_channels, width;
+    int64_t length;       /* tokens from there on have no effect, if `lengths` is absent */
+    const int64_t *edges; /* packed sequences, as in struct cattn_linear_attention_params; or NULL */
+    int64_t longest;      /* of the packed sequences */
+    struct cattn_poll poll;
+    struct cattn_tensor x, out;           /* (batch, row, col): tokens and channels */
+    struct cattn_tensor weight, bias;     /* (channel, place) as row and col; col; bias may be absent */
+    struct cattn_tensor state, state_out; /* (batch, width - 1, channel); each may be absent, they may be the same */
+    struct cattn_tensor lengths;          /* of the batch entries: int64, batch strides; or absent */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+};
+
 /* Each zeroes the scalars of a params struct and makes every tensor absent; the contents of the arrays are arbitrary.
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
@@ -388,6 +447,9 @@ void cattn_clear_rope(struct cattn_rope_params *params);
 void cattn_clear_norm(struct cattn_norm_params *params);
 void cattn_clear_norm_backward(struct cattn_norm_backward_params *params);
 void cattn_clear_activation(struct cattn_activation_params *params);
+void cattn_clear_linear_attention(struct cattn_linear_attention_params *params);
+void cattn_clear_conv(struct cattn_conv_params *params);
+void cattn_clear_linear_attention_backward(struct cattn_linear_attention_backward_params *params);
 
 /* All of `spec` but the seed or the generator, for a dropout with probability p, 0 <= p <= 1. */
 void cattn_set_dropout(struct cattn_dropout_spec *spec, double p);
@@ -414,6 +476,9 @@ enum cattn_status cattn_product(const struct cattn_product_params *params);
 enum cattn_status cattn_norm(const struct cattn_norm_params *params);
 enum cattn_status cattn_norm_backward(const struct cattn_norm_backward_params *params);
 enum cattn_status cattn_activate(const struct cattn_activation_params *params);
+enum cattn_status cattn_causal_conv(const struct cattn_conv_params *params);
+enum cattn_status cattn_linear_attention(const struct cattn_linear_attention_params *params);
+enum cattn_status cattn_linear_attention_backward(const struct cattn_linear_attention_backward_params *params);
 
 /* How cattn_attention would compute a call. Explaining reads the block mask, but no other element, and computes the
  * range of every row. */

@@ -116,6 +116,25 @@ void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_
 /* cattn_view_rows of an array. */
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
 
+/* ---- lengths and packed sequences ---- */
+
+/* None, an int or an array of ints, 0 .. most, with the axes of the batch. `number` keeps its value if it is None.
+ * `numbers` is an own copy that must outlive the call of the core, or NULL. */
+bool cattn_arg_counts(struct binding_state *state, PyObject *object, const char *name, int64_t most, int n_batch_dims,
+                      const int64_t *batch, int64_t *number, PyArrayObject **numbers, struct cattn_tensor *tensor);
+
+/* The rows of packed sequences. */
+struct cattn_edges {
+    int64_t *edges;   /* PyMem, or NULL: sequence b has the rows edges[b] .. edges[b + 1] - 1 */
+    int64_t *lengths; /* after the edges, in the same memory */
+    int64_t n_sequences;
+    int64_t longest;
+};
+/* Copies cumulated lengths of `total` rows, so that nobody else changes them. After an error the caller still owns the
+ * memory. */
+bool cattn_arg_edges(struct binding_state *state, PyObject *object, const char *name, int64_t total,
+                     struct cattn_edges *side);
+
 /* ---- quantized arrays ---- */
 
 /* Is it a cattn.Quantized? */
@@ -257,6 +276,13 @@ int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batc
 #define LINEAR_ARGUMENTS(A) A(x) A(weight) A(bias) A(compute_dtype) A(out)
 #define LAYER_NORM_ARGUMENTS(A) A(x) A(weight) A(bias) A(eps) A(out)
 #define ACTIVATION_ARGUMENTS(A) A(grad_out) A(x) A(approximate) A(out)
+#define LINEAR_ATTENTION_ARGUMENTS(A)                                                                                  \
+    A(query)                                                                                                           \
+    A(key)                                                                                                             \
+    A(value)                                                                                                           \
+    A(decay) A(beta) A(state) A(scale) A(seq_lengths) A(cu_seqlens) A(layout) A(return_state) A(state_out) A(out)
+#define CAUSAL_CONV_ARGUMENTS(A)                                                                                       \
+    A(x) A(weight) A(bias) A(state) A(activation) A(seq_lengths) A(cu_seqlens) A(return_state) A(state_out) A(out)
 
 /* The slots of each table. */
 #define SOFTMAX_SLOT(name) SOFTMAX_##name,
@@ -268,6 +294,8 @@ int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batc
 #define LINEAR_SLOT(name) LINEAR_##name,
 #define LAYER_NORM_SLOT(name) LAYER_NORM_##name,
 #define ACTIVATION_SLOT(name) ACTIVATION_##name,
+#define CAUSAL_CONV_SLOT(name) CAUSAL_CONV_##name,
+#define LINEAR_ATTENTION_SLOT(name) LINEAR_ATTENTION_##name,
 enum { SOFTMAX_ARGUMENTS(SOFTMAX_SLOT) N_SOFTMAX_ARGS };
 enum { MASKED_SOFTMAX_ARGUMENTS(MASKED_SOFTMAX_SLOT) N_MASKED_SOFTMAX_ARGS };
 enum { DROPOUT_ARGUMENTS(DROPOUT_SLOT) N_DROPOUT_ARGS };
@@ -277,5 +305,7 @@ enum { RMS_NORM_ARGUMENTS(RMS_NORM_SLOT) N_RMS_NORM_ARGS };
 enum { LINEAR_ARGUMENTS(LINEAR_SLOT) N_LINEAR_ARGS };
 enum { LAYER_NORM_ARGUMENTS(LAYER_NORM_SLOT) N_LAYER_NORM_ARGS };
 enum { ACTIVATION_ARGUMENTS(ACTIVATION_SLOT) N_ACTIVATION_ARGS };
+enum { CAUSAL_CONV_ARGUMENTS(CAUSAL_CONV_SLOT) N_CAUSAL_CONV_ARGS };
+enum { LINEAR_ATTENTION_ARGUMENTS(LINEAR_ATTENTION_SLOT) N_LINEAR_ATTENTION_ARGS };
 
 #endif

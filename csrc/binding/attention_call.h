@@ -37,13 +37,6 @@ void cattn_ranges_clear(struct cattn_range_args *args);
 #define VARLEN_SLOT(name) VARLEN_##name,
 enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 
-/* The rows of one side of the call, queries or keys. */
-struct cattn_edges {
-    int64_t *edges;   /* owned, or NULL: sequence b has the rows edges[b] .. edges[b + 1] - 1 */
-    int64_t *lengths; /* after the edges, in the same memory */
-    int64_t n_sequences;
-    int64_t longest;
-};
 struct cattn_packed {
     PyObject *const *args; /* of VARLEN_EXTRA */
     struct cattn_edges queries, keys;

@@ -44,7 +44,9 @@
     E(gelu, ACTIVATION_ARGUMENTS)                                                                                      \
     E(gelu_backward, ACTIVATION_ARGUMENTS)                                                                             \
     E(silu, ACTIVATION_ARGUMENTS)                                                                                      \
-    E(silu_backward, ACTIVATION_ARGUMENTS)
+    E(silu_backward, ACTIVATION_ARGUMENTS)                                                                             \
+    E(linear_attention, LINEAR_ATTENTION_ARGUMENTS)                                                                    \
+    E(causal_conv, CAUSAL_CONV_ARGUMENTS)
 
 #define ENTRY_POINT_INDEX(name, TABLE) ENTRY_##name,
 enum { ENTRY_POINTS(ENTRY_POINT_INDEX) CATTN_N_ENTRY_POINTS };
@@ -84,6 +86,7 @@ struct cattn_signature {
     H(attention_output)                                                                                                \
     H(attention_gradients)                                                                                             \
     H(attention_tangents)                                                                                              \
+    H(linear_attention_output)                                                                                         \
     H(make_statistics)                                                                                                 \
     H(causal_alignment_warning)                                                                                        \
     /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
@@ -110,7 +113,8 @@ struct cattn_signature {
     O(scale)                                                                                                           \
     O(blocks)                                                                                                          \
     O(size)                                                                                                            \
-    O(tanh)
+    O(tanh)                                                                                                            \
+    O(silu)
 
 struct binding_state {
 #define FIELD(name) PyObject *name;
@@ -142,7 +146,7 @@ ENTRY_POINTS(ENTRY_POINT_BODY)
 typedef PyObject *cattn_method(PyObject *module, PyObject *argument);
 typedef PyObject *cattn_fast_method(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 cattn_fast_method cattn_py_softmax_backward, cattn_py_rms_norm_backward, cattn_py_layer_norm_backward, cattn_py_product,
-    cattn_py_store;
+    cattn_py_linear_attention_backward, cattn_py_store;
 cattn_method cattn_py_are_scales, cattn_py_probability, cattn_py_shown, cattn_py_in_default_mode,
     cattn_py_get_num_threads, cattn_py_set_num_threads, cattn_py_override_num_threads, cattn_py_isa_list,
     cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path, cattn_py_has_tiles, cattn_py_block_keys, cattn_py_chunk_keys,

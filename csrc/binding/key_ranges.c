@@ -29,13 +29,13 @@ static bool take_integers(struct binding_state *state, PyObject *object, const c
 
 /* One number for each batch entry, if there is an array: replaces it by an int64 array that nobody else changes, with
  * all numbers between two bounds. */
-static bool settle_numbers(PyArrayObject **numbers, const char *name, int64_t least, int64_t most,
-                           const struct cattn_range_sizes *sizes, struct cattn_tensor *tensor) {
+static bool settle_numbers(PyArrayObject **numbers, const char *name, int64_t least, int64_t most, int n_batch_dims,
+                           const int64_t *batch, struct cattn_tensor *tensor) {
     struct cattn_array given;
     if (*numbers == NULL)
         return true;
     cattn_freeze(*numbers, name, &given);
-    if (!cattn_check_broadcast(cattn_python, &given, sizes->n_batch_dims, sizes->batch, "the leading dimensions", ""))
+    if (!cattn_check_broadcast(cattn_python, &given, n_batch_dims, batch, "the leading dimensions", ""))
         return false;
     PyArrayObject *own = cattn_new_integers(&given);
     if (own == NULL || !cattn_read_integers(cattn_python, &given, least, most, CATTN_REFUSED, PyArray_DATA(own))) {
@@ -44,7 +44,7 @@ static bool settle_numbers(PyArrayObject **numbers, const char *name, int64_t le
     }
     Py_DECREF((PyObject *)*numbers);
     *numbers = own;
-    cattn_tensor_from(tensor, own, sizes->n_batch_dims, 0);
+    cattn_tensor_from(tensor, own, n_batch_dims, 0);
     return true;
 }
 
@@ -163,12 +163,17 @@ static bool warn_alignment(struct binding_state *state, const struct cattn_range
                             (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k) == 0;
 }
 
-/* Numbers of queries or keys, 0 .. most. `number` keeps its value if the argument is None. */
+bool cattn_arg_counts(struct binding_state *state, PyObject *object, const char *name, int64_t most, int n_batch_dims,
+                      const int64_t *batch, int64_t *number, PyArrayObject **numbers, struct cattn_tensor *tensor) {
+    return object == Py_None || (take_integers(state, object, name, 0, most, number, numbers) &&
+                                 settle_numbers(numbers, name, 0, most, n_batch_dims, batch, tensor));
+}
+
+/* The counts of one side of attention. */
 static bool parse_counts(struct binding_state *state, PyObject *object, const char *name, int64_t most,
                          const struct cattn_range_sizes *sizes, int64_t *number, PyArrayObject **numbers,
                          struct cattn_tensor *tensor) {
-    return object == Py_None || (take_integers(state, object, name, 0, most, number, numbers) &&
-                                 settle_numbers(numbers, name, 0, most, sizes, tensor));
+    return cattn_arg_counts(state, object, name, most, sizes->n_batch_dims, sizes->batch, number, numbers, tensor);
 }
 
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
@@ -187,7 +192,7 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
                         &args->key_lengths, &ranges->key_lengths) &&
            parse_counts(state, sizes->first_keys, "key_value_seq_starts", sizes->seqlen_k, sizes, &ranges->first_key,
                         &args->first_keys, &ranges->first_keys) &&
-           settle_numbers(&args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes,
-                          &ranges->offsets) &&
+           settle_numbers(&args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes->n_batch_dims,
+                          sizes->batch, &ranges->offsets) &&
            warn_alignment(state, args, sizes);
 }

@@ -28,6 +28,7 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->blocks = PyUnicode_InternFromString("blocks")) != NULL &&
            (state->size = PyUnicode_InternFromString("size")) != NULL &&
            (state->tanh = PyUnicode_InternFromString("tanh")) != NULL &&
+           (state->silu = PyUnicode_InternFromString("silu")) != NULL &&
            (state->torch_stream = cattn_torch_type(module)) != NULL;
 }
 
@@ -164,6 +165,7 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),
     CATTN_FASTCALL("_product", cattn_py_product),
     CATTN_FASTCALL("layer_norm_backward", cattn_py_layer_norm_backward),
+    CATTN_FASTCALL("linear_attention_backward", cattn_py_linear_attention_backward),
     CATTN_FASTCALL("_store", cattn_py_store),
     {"_are_scales", cattn_py_are_scales, METH_O, NULL},
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},

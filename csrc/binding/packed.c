@@ -37,9 +37,8 @@ static bool check_edges(struct cattn_edges *side, const char *name, int64_t tota
     return true;
 }
 
-/* Copies the edges, so that nobody else changes them. */
-static bool read_edges(struct binding_state *state, PyObject *object, const char *name, int64_t total,
-                       struct cattn_edges *side) {
+bool cattn_arg_edges(struct binding_state *state, PyObject *object, const char *name, int64_t total,
+                     struct cattn_edges *side) {
     struct cattn_array given = {.name = name};
     PyObject *found = cattn_arg_is_integers(object) ? Py_NewRef(object)
                                                     : PyObject_CallFunction(state->read_integers, "Os", object, name);
@@ -80,9 +79,9 @@ bool cattn_packed_parse(struct binding_state *state, struct cattn_packed *packed
                         PyObject *rng) {
     struct cattn_edges *queries = &packed->queries, *keys = &packed->keys;
     PyObject *const *args = packed->args;
-    if (!read_edges(state, args[VARLEN_cu_seqlens_q], "cu_seqlens_q", total_q, queries) ||
+    if (!cattn_arg_edges(state, args[VARLEN_cu_seqlens_q], "cu_seqlens_q", total_q, queries) ||
         !check_longest(args[VARLEN_max_seqlen_q], "max_seqlen_q", queries, "cu_seqlens_q") ||
-        !read_edges(state, args[VARLEN_cu_seqlens_k], "cu_seqlens_k", total_k, keys) ||
+        !cattn_arg_edges(state, args[VARLEN_cu_seqlens_k], "cu_seqlens_k", total_k, keys) ||
         !check_longest(args[VARLEN_max_seqlen_k], "max_seqlen_k", keys, "cu_seqlens_k"))
         return false;
     if (queries->n_sequences != keys->n_sequences)

@@ -121,6 +121,36 @@ int cattn_axes_shape(const struct cattn_shape *shape, const struct cattn_attenti
 void cattn_axes_view(const struct cattn_shape *shape, const char *axes, enum cattn_fits fits,
                      const struct cattn_array *array, struct cattn_tensor *tensor);
 
+/* ---- linear attention ---- */
+
+enum cattn_linear_input {
+    LINEAR_QUERY,
+    LINEAR_KEY,
+    LINEAR_VALUE,
+    LINEAR_DECAY,
+    LINEAR_BETA,
+    LINEAR_STATE,
+    N_LINEAR_INPUTS
+};
+/* The axes of a call of linear attention, (*batch, [H], T, width), and the shapes of its results. */
+struct cattn_linear_shape {
+    /* given */
+    bool tokens_first;   /* tokens lie before heads, in the results, too */
+    int64_t n_sequences; /* packed sequences, which the batch of the states is; -1: they are not packed */
+    /* found */
+    int nd, n_batch_dims; /* n_batch_dims: of the arrays with tokens */
+    int axes;             /* of query, for cattn_view */
+    int state_nd;
+    int64_t dims[CATTN_MAX_AXES]; /* of the output; with the heads of states and width d_k of a gradient of keys */
+    int64_t state_dims[CATTN_MAX_AXES]; /* of the states */
+};
+/* The view of an array with the axes of query, in the order that the caller has. */
+void cattn_linear_view(const struct cattn_linear_shape *shape, struct cattn_array *array, struct cattn_tensor *view);
+/* inputs: without data where there is none. Fills in the sizes, heads, batch and views of `params`, which is cleared,
+ * but for out and state_out. */
+bool cattn_check_linear_attention(const struct cattn_door *door, struct cattn_array *inputs,
+                                  struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params);
+
 /* ---- numbers ---- */
 
 /* What is wrong with a number of a computation in this type, after its name; or NULL. */

@@ -74,6 +74,15 @@ void cattn_clear_norm_backward(struct cattn_norm_backward_params *params) { CLEA
 
 void cattn_clear_activation(struct cattn_activation_params *params) { CLEAR(params, x, batch_shape); }
 
+void cattn_clear_linear_attention(struct cattn_linear_attention_params *params) { CLEAR(params, query, batch_shape); }
+
+void cattn_clear_linear_attention_backward(struct cattn_linear_attention_backward_params *params) {
+    CLEAR(params, grad_out, forward);
+    cattn_clear_linear_attention(&params->forward);
+}
+
+void cattn_clear_conv(struct cattn_conv_params *params) { CLEAR(params, x, batch_shape); }
+
 /* ---- the contract; release builds keep the static assertions ---- */
 
 /* cattn_clear_... walk from the first tensor to the member after the last one. */
@@ -91,6 +100,10 @@ WHOLE_TENSORS(cattn_rope_params, x, batch_shape);
 WHOLE_TENSORS(cattn_norm_params, x, batch_shape);
 WHOLE_TENSORS(cattn_norm_backward_params, grad, batch_shape);
 WHOLE_TENSORS(cattn_activation_params, x, batch_shape);
+WHOLE_TENSORS(cattn_linear_attention_params, query, batch_shape);
+WHOLE_TENSORS(cattn_linear_attention_backward_params, grad_out, forward);
+
+WHOLE_TENSORS(cattn_conv_params, x, batch_shape);
 
 #ifndef NDEBUG
 
@@ -385,6 +398,63 @@ void cattn_check_product(const struct cattn_product_params *p) {
     assert(p->out && (uintptr_t)p->out % cattn_stored_size(p->dtype, p->out_storage) == 0);
     assert((uintptr_t)p->bias % cattn_element_size(p->dtype) == 0);
     assert(!p->bias || p->bias_a == 0 || p->bias_b == 0);
+}
+
+void cattn_check_linear_attention(const struct cattn_linear_attention_params *p) {
+    const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
+    check_type(p->dtype, p->storage);
+    check_batch(p->n_batch_dims, p->batch_shape, p->n_batch);
+    assert(p->n_states >= 0 && p->seqlen >= 0 && p->d_k >= 0 && p->d_v >= 0 && isfinite(p->scale));
+    check_number(&p->lengths, p->length, p->n_batch_dims, p->batch_shape, p->n_batch, 0, p->seqlen);
+    check_present(&p->query, stored);
+    check_present(&p->key, stored);
+    check_present(&p->value, stored);
+    check_aligned(&p->out, stored);
+    check_aligned(&p->decay, element);
+    check_aligned(&p->beta, element);
+    check_aligned(&p->state, element);
+    check_aligned(&p->state_out, element);
+    check_aligned(&p->lengths, sizeof(int64_t));
+    assert(!p->decay_by_row || p->decay.data);
+    assert(!p->edges || (!p->lengths.data && p->n_batch_dims == 1));
+    if (p->n_states == 0)
+        return;
+    assert(p->query_heads > 0 && p->key_heads > 0 && p->value_heads > 0);
+    assert(p->n_states % p->key_heads == 0 && p->n_states % p->value_heads == 0);
+    assert(p->query_heads % p->n_states == 0 || p->n_states % p->query_heads == 0);
+}
+
+void cattn_check_linear_attention_backward(const struct cattn_linear_attention_backward_params *params) {
+    const struct cattn_linear_attention_params *p = &params->forward;
+    const size_t element = cattn_element_size(p->dtype);
+    cattn_check_linear_attention(p);
+    check_present(&params->grad_out, cattn_stored_size(p->dtype, p->storage));
+    check_aligned(&params->grad_final, element);
+    check_aligned(&params->grad_state, element);
+    assert(!params->grad_decay.data == !p->decay.data && !params->grad_beta.data == !p->beta.data);
+    if (p->n_batch * p->n_states * p->seqlen * p->d_k * p->d_v == 0)
+        return; /* strides of empty arrays mean nothing */
+    check_gradient(&params->grad_query, element, p->d_k);
+    check_gradient(&params->grad_key, element, p->d_k);
+    check_gradient(&params->grad_value, element, p->d_v);
+    if (p->decay_by_row)
+        check_gradient(&params->grad_decay, element, p->d_k);
+}
+
+void cattn_check_conv(const struct cattn_conv_params *p) {
+    const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
+    check_type(p->dtype, p->storage);
+    check_batch(p->n_batch_dims, p->batch_shape, p->n_batch);
+    assert(p->seqlen >= 0 && p->n_channels >= 0 && p->width >= 1);
+    check_number(&p->lengths, p->length, p->n_batch_dims, p->batch_shape, p->n_batch, 0, p->seqlen);
+    check_present(&p->x, stored);
+    check_present(&p->out, stored);
+    check_present(&p->weight, element);
+    check_aligned(&p->bias, element);
+    check_aligned(&p->state, stored);
+    check_aligned(&p->state_out, stored);
+    check_aligned(&p->lengths, sizeof(int64_t));
+    assert(!p->edges || (!p->lengths.data && p->n_batch_dims == 1));
 }
 
 void cattn_check_mask(const struct cattn_mask_params *p) {

@@ -25,6 +25,9 @@ void cattn_check_product(const struct cattn_product_params *params);
 void cattn_check_norm(const struct cattn_norm_params *params);
 void cattn_check_norm_backward(const struct cattn_norm_backward_params *params);
 void cattn_check_activation(const struct cattn_activation_params *params);
+void cattn_check_linear_attention(const struct cattn_linear_attention_params *params);
+void cattn_check_linear_attention_backward(const struct cattn_linear_attention_backward_params *params);
+void cattn_check_conv(const struct cattn_conv_params *params);
 void cattn_check_mask(const struct cattn_mask_params *params);
 #endif
 

@@ -61,6 +61,11 @@
 /* The height of the tallest micro-tile. */
 #define CATTN_PRODUCT_EDGE 8
 #define CATTN_PHILOX_ROUNDS 10
+/* Linear attention: tokens that are copied together, and the most columns of a state that are computed together. */
+#define CATTN_STATE_TOKENS 16
+#define CATTN_STRIP_COLUMNS 64
+/* Its gradients: the most rows of a state that are computed together. */
+#define CATTN_STRIP_ROWS 32
 /* Columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors. */
 #define CATTN_PAD 32
 /* The largest number of words that torch_normal takes: the words and the results stay in the L1 cache. */
@@ -426,6 +431,65 @@ struct cattn_activation_row {
     void *out; /* may be one of the others */
 };
 
+/* One token of a short convolution: for each channel, the sum over rows of row times weight, plus bias. */
+struct cattn_conv_row {
+    int64_t n, width;
+    bool silu;                  /* of the result */
+    enum cattn_storage storage; /* of rows and out */
+    const void *const *rows;    /* [width]; NULL takes no part */
+    const int64_t *cols;        /* [width]: their strides */
+    const void *weight;         /* [width][n], in the table's own type */
+    const void *bias;           /* the same; or NULL */
+    int64_t bias_col;
+    void *out;
+    int64_t out_col;
+};
+
+/* The rows of one head, or of consecutive ones; strides in elements. */
+struct cattn_strided {
+    void *data;
+    int64_t head, row, col;
+};
+
+/* Linear attention of the tokens of one state: some of its columns, for which value, state, out and state_out begin at
+ * the first one. Consecutive heads of query and out belong to the state. */
+struct cattn_state_columns {
+    struct cattn_stop stop;
+    int64_t n_tokens, n_columns, d_k, n_queries;
+    double scale;
+    enum cattn_storage storage; /* of query, key, value and out; decay, beta and states have the table's own type */
+    bool decay_by_row;          /* the decay has a number for each row of the state; else one for a token */
+    struct cattn_strided query, key, value, out;
+    struct cattn_strided decay, beta, state, state_out; /* data may be NULL; state_out may be state */
+    /* scratch: a strip, and CATTN_STATE_NUMBERS numbers of tokens */
+    void *strip, *tokens;
+};
+#define CATTN_STATE_NUMBERS(d_k, n_queries, by_row)                                                                    \
+    (((CATTN_STATE_TOKENS + 1) * (d_k) + CATTN_STATE_TOKENS * (n_queries) * (d_k)) * ((by_row) ? 2 : 1) +              \
+     CATTN_STATE_TOKENS * (n_queries) + ((by_row) ? CATTN_STATE_TOKENS * (d_k) : 0))
+
+/* The gradients of the tokens of one state. Results have the table's own type, and unit stride along rows of d_k and
+ * d_v. A driver calls
+ *
+ *     gradient_columns   for all columns, in any order
+ *     gradient_rows      for all rows, in any order
+ *     gradient_tokens    once
+ */
+struct cattn_state_gradient {
+    struct cattn_state_columns forward; /* without out; its pointers are those of the whole state */
+    int64_t begin, end, d_v;            /* the columns or rows that are computed */
+    struct cattn_strided grad_out;      /* stored as query */
+    struct cattn_strided grad_final;    /* the gradient of the last state; or absent */
+    struct cattn_strided grad_query, grad_key, grad_value, grad_state;
+    struct cattn_strided grad_decay, grad_beta; /* one number for a token; or absent */
+    struct cattn_strided residual;              /* [token][d_v], written by gradient_columns */
+    struct cattn_strided decay_rows;            /* [token][d_k]: the gradient of the decay of each row; or absent */
+    /* scratch: a strip; CATTN_STATE_TOKENS strips, and one for each block of tokens, if there are decay_rows;
+     * CATTN_STATE_COLUMN_NUMBERS numbers; CATTN_STRIP_COLUMNS numbers for each query */
+    void *grad_strip, *history, *checkpoints, *columns, *grad_out_vectors;
+};
+#define CATTN_STATE_COLUMN_NUMBERS(d_v, n_queries) (CATTN_STATE_TOKENS * (d_v) * (2 + (n_queries)))
+
 /* C[i][j] = the sum over d of A[i][d] * B[j][d], plus a bias: a task's part of a product of two matrices. A driver
  * calls
  *
@@ -549,6 +613,11 @@ struct cattn_row_kernels {
     void (*norm_row)(const struct cattn_norm_row *row);
     void (*norm_gradient)(const struct cattn_norm_gradient *row);
     void (*activation_row)(const struct cattn_activation_row *row);
+    void (*conv_row)(const struct cattn_conv_row *row);
+    void (*state_columns)(const struct cattn_state_columns *columns);
+    void (*gradient_columns)(const struct cattn_state_gradient *gradient);
+    void (*gradient_rows)(const struct cattn_state_gradient *gradient);
+    void (*gradient_tokens)(const struct cattn_state_gradient *gradient);
 
     /* PyTorch's generator (torch.inc.h): the next block of 624 words, in place */
     void (*mt19937_block)(uint32_t *state);

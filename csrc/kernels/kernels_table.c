@@ -109,6 +109,8 @@
 #include "rowwise.inc.h"
 
 #include "activation.inc.h"
+#include "linear_attention.inc.h"
+#include "linear_attention_backward.inc.h"
 #include "norm.inc.h"
 #include "rope.inc.h"
 #include "torch.inc.h"
@@ -132,6 +134,11 @@ const struct cattn_row_kernels PASTE(cattn_row_kernels_, ISA, REAL_BITS) = {
     .norm_row = norm_row,
     .norm_gradient = norm_gradient,
     .activation_row = activation_row,
+    .conv_row = conv_row,
+    .state_columns = state_columns,
+    .gradient_columns = gradient_columns,
+    .gradient_rows = gradient_rows,
+    .gradient_tokens = gradient_tokens,
     .mt19937_block = mt19937_block,
     .mt19937_temper = mt19937_temper,
     .torch_uniform = torch_uniform,

@@ -27,6 +27,8 @@ from ._input.types import (
     AttentionStatistics,
     AttentionTangents,
     CausalAlignmentWarning,
+    LinearAttentionGradients,
+    LinearAttentionOutput,
 )
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
@@ -45,6 +47,7 @@ from .functional import (
     dropout_backward,
     explain,
     get_alibi_slopes,
+    linear_attention,
     masked_softmax,
     merge_attention,
     rms_norm,
@@ -90,6 +93,8 @@ __all__ = [
     "HeadScores",
     "KVCache",
     "Linear",
+    "LinearAttentionGradients",
+    "LinearAttentionOutput",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
     "Quantized",
@@ -112,6 +117,7 @@ __all__ = [
     "get_alibi_slopes",
     "get_num_threads",
     "head_scores",
+    "linear_attention",
     "manual_seed",
     "masked_softmax",
     "merge_attention",

@@ -132,6 +132,13 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.BlockMask, X), "block_size", "did you mean 'size'?"),
     (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
     (cattn.AttentionView, "content", "did you mean 'contents'?"),
+    # linear attention
+    (functools.partial(cattn.linear_attention, X, X, X), "initial_state", "did you mean 'state'?"),
+    (functools.partial(cattn.linear_attention, X, X, X), "g", "did you mean 'decay'?"),
+    (functools.partial(cattn.linear_attention, X, X, X), "softcap", "linear attention has a state, and no scores"),
+    (functools.partial(cattn.functional.linear_attention_backward, X, X, X, X), "dht", "did you mean 'grad_state'?"),
+    (functools.partial(cattn.functional.causal_conv, X, X), "conv_state", "did you mean 'state'?"),
+    (functools.partial(cattn.functional.causal_conv_backward, X, X, X), "act", "did you mean 'activation'?"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
     (attend, "Return_weights", "did you mean 'return_weights'?"),

@@ -473,6 +473,8 @@ const struct kind kinds[N_KINDS] = {
     {"product", choose_product},
     {"mask", choose_mask},
     {"stream", choose_stream},
+    {"linear_attention", choose_linear_attention},
+    {"causal_conv", choose_causal_conv},
 };
 
 void choose_problem(struct source *s, struct problem *problem, const struct kind *kind) {

@@ -187,7 +187,11 @@ struct problem {
         struct cattn_activation_params activation;
         struct cattn_product_params product;
         struct cattn_mask_params mask;
+        struct cattn_linear_attention_params linear_attention;
+        struct cattn_linear_attention_backward_params linear_backward;
+        struct cattn_conv_params conv;
     } of;
+    int64_t edges[4]; /* of packed sequences of linear attention */
 };
 
 /* The kinds of problems; `choose` begins with a problem of zeros. */
@@ -195,7 +199,7 @@ struct kind {
     const char *name;
     void (*choose)(struct source *s, struct problem *problem);
 };
-enum { N_KINDS = 16 };
+enum { N_KINDS = 18 };
 extern const struct kind kinds[N_KINDS];
 
 void choose_problem(struct source *s, struct problem *problem, const struct kind *kind);
@@ -228,6 +232,8 @@ void choose_attention(struct source *s, struct problem *problem);
 void choose_gathered(struct source *s, struct problem *problem);
 void choose_packed(struct source *s, struct problem *problem);
 void choose_bf16_products(struct source *s, struct problem *problem);
+void choose_linear_attention(struct source *s, struct problem *problem);
+void choose_causal_conv(struct source *s, struct problem *problem);
 void choose_backward(struct source *s, struct problem *problem);
 void choose_jvp(struct source *s, struct problem *problem);
 void choose_jvp_backward(struct source *s, struct problem *problem);

@@ -331,6 +331,83 @@ def _projection_gradients(choose: Choose, limits: Limits) -> Call:
     return {"grad_out": floats(choose, *call["x"].shape[:-1], len(call["weight"]), dtype=call["x"].dtype)} | call
 
 
+def _edges(choose: Choose, total: int) -> list[int]:
+    return [0, total // choose((1, 2, 3)), total]
+
+
+def _with_state(choose: Choose, limits: Limits) -> tuple[Call, tuple[int, ...], tuple[int, ...]]:
+    """Choose the arguments of linear attention. Returns the shapes of the output and of the states, too."""
+    few, each, tokens = choose((1, 2)), choose((1, 2, 3)), choose((0, 1, 5, 17, 40))
+    d_k, d_v, dtype, packed = choose(limits.widths), choose(limits.widths), choose(STORED), one_in(choose, 4)
+    states, batch = few * each, () if packed else choose(((1,), (2,)))
+    queries = choose((few, states, 2 * states))
+    key, value = choose(((few, states), (states, few)))
+    layout = choose(("bhtd", "bthd"))
+    wide = np.float64 if dtype == np.float64 else np.float32
+
+    def tokens_of(heads: int, *width: int, dtype: Any = dtype) -> np.ndarray:
+        x = floats(choose, *batch, heads, tokens, *width, dtype=dtype)
+        return x.swapaxes(len(batch), len(batch) + 1) if layout == "bthd" else x
+
+    edges = _edges(choose, tokens)
+    shape = (len(edges) - 1 if packed else batch[0], states, d_k, d_v)
+    call: Call = {"query": tokens_of(queries, d_k), "key": tokens_of(key, d_k), "value": tokens_of(value, d_v)}
+    call |= {"layout": layout, **({"cu_seqlens": edges} if packed else {})}
+    call |= _optional(
+        choose,
+        decay=lambda: -np.abs(tokens_of(states, *choose(((), (d_k,))), dtype=wide)),
+        beta=lambda: np.abs(tokens_of(states, dtype=wide)) / 4,
+        state=lambda: floats(choose, *shape, dtype=wide), scale=lambda: choose((0.5, 1.0)),
+    )  # fmt: skip
+    if not packed and one_in(choose, 2):
+        call["seq_lengths"] = choose((tokens // 2, [tokens // 3] * batch[0]))
+    heads = (max(states, queries), tokens)
+    return call, (*batch, *(heads if layout == "bhtd" else heads[::-1]), d_v), shape
+
+
+def _linear_attention(choose: Choose, limits: Limits) -> Call:
+    call, out, state = _with_state(choose, limits)
+    wide = np.float64 if call["query"].dtype == np.float64 else np.float32
+    return call | _optional(
+        choose,
+        return_state=lambda: True, state_out=lambda: lay_out(choose, np.full(state, 7, wide)),
+        out=lambda: lay_out(choose, np.full(out, 7, call["query"].dtype)),
+    )  # fmt: skip
+
+
+def _linear_attention_gradients(choose: Choose, limits: Limits) -> Call:
+    call, out, state = _with_state(choose, limits)
+    wide = np.float64 if call["query"].dtype == np.float64 else np.float32
+    call["grad_out"] = floats(choose, *out, dtype=call["query"].dtype)
+    return call | _optional(choose, grad_state=lambda: floats(choose, *state, dtype=wide))
+
+
+def _convolved(choose: Choose, limits: Limits) -> Call:
+    batch, tokens, channels = choose(((), (2,))), choose((0, 1, 3, 17)), choose(limits.widths)
+    width, dtype = choose((1, 2, 4)), choose(STORED)
+    call: Call = {"x": floats(choose, *batch, tokens, channels, dtype=dtype)}
+    call["weight"] = floats(choose, channels, width, dtype=dtype)
+    edges = _edges(choose, tokens)
+    packed = not batch and one_in(choose, 2)
+    state = (*((len(edges) - 1,) if packed else batch), width - 1, channels)
+    call |= {"cu_seqlens": edges} if packed else _optional(choose, seq_lengths=lambda: tokens // 2)
+    return call | _optional(
+        choose,
+        bias=lambda: floats(choose, channels, dtype=dtype), activation=lambda: "silu",
+        state=lambda: floats(choose, *state, dtype=dtype), return_state=lambda: True,
+        state_out=lambda: lay_out(choose, np.full(state, 7, dtype)), out=lambda: _empty(choose, call["x"]),
+    )  # fmt: skip
+
+
+def _convolution_gradients(choose: Choose, limits: Limits) -> Call:
+    call = _convolved(choose, limits)
+    left_out = ["cu_seqlens", "seq_lengths", "return_state", "state_out", "out", *["state"] * ("cu_seqlens" in call)]
+    call = {name: x for name, x in call.items() if name not in left_out}
+    call["grad_out"] = _alike(choose, call["x"])
+    state = (*call["x"].shape[:-2], call["weight"].shape[1] - 1, call["x"].shape[-1])
+    return call | _optional(choose, grad_state=lambda: floats(choose, *state, dtype=call["x"].dtype))
+
+
 _normed = _on_rows("x", weight=_column, eps=lambda choose, _: choose((1e-5, 0.5)), out=_empty)
 _layer_normed = _on_rows("x", weight=_column, bias=_column, eps=lambda choose, _: choose((1e-5, 0.5)), out=_empty)
 _activated = _on_rows("x", out=_empty)
@@ -509,6 +586,10 @@ FUNCTIONS: dict[str, tuple[Function, Arguments]] = {
     "silu_backward": (functional.silu_backward, _with_gradient(_activated)),
     "linear": (functional.linear, _projected),
     "linear_backward": (functional.linear_backward, _projection_gradients),
+    "linear_attention": (cattn.linear_attention, _linear_attention),
+    "linear_attention_backward": (functional.linear_attention_backward, _linear_attention_gradients),
+    "causal_conv": (functional.causal_conv, _convolved),
+    "causal_conv_backward": (functional.causal_conv_backward, _convolution_gradients),
     "quantize": (cattn.quantize, _quantizable),
     "dequantize": (
         cattn.dequantize,

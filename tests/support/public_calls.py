@@ -257,6 +257,18 @@ CALLS: dict[str, Call] = {
     "gelu_backward, threads": lambda: _threaded(lambda: functional.gelu_backward(OUT_LIKE, OUT_LIKE, "tanh")),
     "silu, half": lambda: functional.silu(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
     "silu_backward": lambda: functional.silu_backward(SCORES, np.broadcast_to(np.arange(90), SCORES.shape)),
+    "linear_attention": lambda: cattn.linear_attention(
+        QUERY, QUERY, OUT_LIKE, decay=-np.abs(QUERY), beta=[0.5], seq_lengths=[60], return_state=True
+    ),
+    "linear_attention, threads": lambda: _in_threads(3, cattn.linear_attention, HALF, HALF, HALF, decay=[-0.5]),
+    "linear_attention, packed": lambda: cattn.linear_attention(
+        PACKED, PACKED, PACKED, beta=[0.5], cu_seqlens=EDGES, layout="bthd"
+    ),
+    "linear_attention_backward, threads": lambda: _in_threads(
+        3, functional.linear_attention_backward, OUT_LIKE, QUERY, QUERY, OUT_LIKE, decay=[-0.5], beta=[0.5]
+    ),
+    "causal_conv": lambda: functional.causal_conv(SCORES, SCORES[0, :4].T, activation="silu", return_state=True),
+    "causal_conv_backward": lambda: functional.causal_conv_backward(SCORES, SCORES, SCORES[0, :4].T, activation="silu"),
     # masks, numbers, settings
     "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),
     "show_mask": lambda: cattn.show_mask(5, 7, is_causal="upper_left"),

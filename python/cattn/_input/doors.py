@@ -113,6 +113,19 @@ DOORS: dict[str, Door] = {
     ),
     "varlen_attention_backward": Door(_PACKED | _GRADIENTS, own=f"{_PACKED_OWN} {_GRADIENTS_OWN}"),
     "varlen_attention_statistics": Door(_PACKED | _STATISTICS, own=f"{_PACKED_OWN} {_STATISTICS_OWN}"),
+    "linear_attention": Door(
+        {
+            "is_causal": "linear attention is always causal",
+            "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+            "query_seq_lengths": "pass seq_lengths",
+            "key_value_seq_lengths": "pass seq_lengths",
+            "key_value_seq_starts": "give padding on the left keys of 0 and a beta of 0: it changes no state",
+            "dropout_p": "there are no weights that it could drop",
+            "rng": "there are no weights that it could drop",
+        },
+        otherwise="linear attention has a state, and no scores to which it could apply",
+        own="decay beta state seq_lengths cu_seqlens return_state state_out",
+    ),
     "explain": Door(
         {
             "key_indices": "each list of keys is computed as a call of its own, on the keys of the list",

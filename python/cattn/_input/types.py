@@ -19,6 +19,8 @@ __all__ = [
     "AttentionStatistics",
     "AttentionTangents",
     "CausalAlignmentWarning",
+    "LinearAttentionGradients",
+    "LinearAttentionOutput",
 ]
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 Layout: TypeAlias = Literal["bhtd", "bthd"]
@@ -211,6 +213,68 @@ class AttentionStatistics(NamedTuple):
     top_weights: Any = None
     received: Any = None
     received_max: Any = None
+
+    def __repr__(self) -> str:
+        return show_fields(self)
+
+    def _repr_html_(self) -> str:
+        return fields_html(self)
+
+
+class LinearAttentionOutput(NamedTuple):
+    """The result of `linear_attention` with ``return_state=True``.
+
+    Attributes
+    ----------
+    out : ndarray, shape (..., N, T, d_v)
+        The output of each token.
+    state : ndarray, shape (..., N, d_k, d_v)
+        The state after the last token: pass it as ``state`` with the next tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.eye(2)
+    >>> cattn.linear_attention(x, x, x, return_state=True)
+    LinearAttentionOutput(out=<float64 (2, 2)>, state=<float64 (2, 2)>)
+    """
+
+    out: Any
+    state: Any
+
+    def __repr__(self) -> str:
+        return show_fields(self)
+
+    def _repr_html_(self) -> str:
+        return fields_html(self)
+
+
+class LinearAttentionGradients(NamedTuple):
+    """The result of `linear_attention_backward`: gradients in the shapes of the arguments.
+
+    Attributes
+    ----------
+    query, key, value : ndarray
+        Gradients of the three inputs.
+    decay, beta, state : ndarray or None
+        Gradients of the options; None for one that was not given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cattn.functional import linear_attention_backward
+    >>> x = np.eye(2)
+    >>> linear_attention_backward(x, x, x, x, beta=[1.0, 0.5])
+    LinearAttentionGradients(query=<float64 (2, 2)>, key=<float64 (2, 2)>, value=<float64 (2, 2)>, beta=<float64 (2,)>)
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    decay: Any = None
+    beta: Any = None
+    state: Any = None
 
     def __repr__(self) -> str:
         return show_fields(self)

@@ -14,6 +14,7 @@ from .._input.types import (
     AttentionStatistics,
     AttentionTangents,
     CausalAlignmentWarning,
+    LinearAttentionOutput,
 )
 from ..random import draw_seed
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
@@ -32,6 +33,7 @@ from ._layers import (
     silu,
     silu_backward,
 )
+from ._linear_attention import causal_conv, causal_conv_backward, linear_attention, linear_attention_backward
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._rope import as_positions, as_rope_scaling, rope
@@ -47,6 +49,8 @@ __all__ = [
     "attention_statistics",
     "attention_weights",
     "causal_attention",
+    "causal_conv",
+    "causal_conv_backward",
     "causal_mask",
     "dropout",
     "dropout_backward",
@@ -57,6 +61,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "linear",
+    "linear_attention",
+    "linear_attention_backward",
     "linear_backward",
     "masked_softmax",
     "merge_attention",
@@ -100,6 +106,7 @@ _cattn._register_helpers(
     attention_output=AttentionOutput,
     attention_gradients=AttentionGradients,
     attention_tangents=AttentionTangents,
+    linear_attention_output=LinearAttentionOutput,
     make_statistics=AttentionStatistics,
     causal_alignment_warning=CausalAlignmentWarning,
     softmax_axes=softmax_axes,

@@ -20,11 +20,11 @@ __all__ = ["attention_backward", "attention_jvp", "attention_jvp_backward"]
 def sum_gradients(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
     """Return each gradient in the shape of its argument; the gradients of query, key and value in dtype."""
     pairs = zip(gradients, shapes, strict=True)
-    sums: list[Any] = [None if gradient is None else _sum_to(gradient, shape) for gradient, shape in pairs]
+    sums: list[Any] = [None if gradient is None else sum_to(gradient, shape) for gradient, shape in pairs]
     return AttentionGradients(*(total.astype(dtype, copy=False) for total in sums[:3]), *sums[3:])
 
 
-def _sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Sum over the axes along which an argument of this shape was broadcast."""
     if gradient.shape == shape:
         return gradient

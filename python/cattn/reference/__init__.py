@@ -19,6 +19,7 @@ References
 - Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
 - Ba, Kiros and Hinton, "Layer normalization", 2016.
 - Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016.
+- Yang, Kautz and Hatamizadeh, "Gated delta networks: improving Mamba2 with delta rule", ICLR 2025.
 - Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019.
 - Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
@@ -55,6 +56,7 @@ from ._layers import (
     silu,
     silu_backward,
 )
+from ._linear_attention import causal_conv, causal_conv_backward, linear_attention, linear_attention_backward
 from ._masks import causal_mask
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
 
@@ -65,6 +67,8 @@ __all__ = [
     "attention_statistics",
     "attention_weights",
     "causal_attention",
+    "causal_conv",
+    "causal_conv_backward",
     "causal_mask",
     "dropout",
     "dropout_backward",
@@ -74,6 +78,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "linear",
+    "linear_attention",
+    "linear_attention_backward",
     "linear_backward",
     "masked_softmax",
     "philox4x32",

@@ -1,0 +1,459 @@
+/* linear_attention_backward.inc.h -- the gradients of linear attention, columns or rows of the state in the lanes.
+ * docs/bit_contract.md ("Linear attention") has the order.
+ */
+
+/* With G the gradient of the state, from the last token to the first:
+ *
+ *     G += scale * q grad_out';  grad_u = G' k;  grad_v = beta grad_u;  grad_retrieved = -grad_v
+ *     G += k grad_retrieved';  G = exp(decay) G
+ *
+ * These sums run over rows, so columns are independent: `gradient_columns` computes them and, before, v - retrieved by
+ * a forward pass. The other gradients are sums over columns, with rows in the lanes, of the transposed matrices:
+ *
+ *     grad_q = scale * S grad_out;  grad_k = G u + S~ grad_retrieved;  grad_decay = the sum of G * S~ after G += ...
+ *
+ * with S~ the decayed state before the update. `gradient_rows` computes them from a forward pass, which keeps the state
+ * before each block of tokens, and then from the last block to the first, with all states of a block.
+ */
+
+/* Vectors of rows that are computed together. */
+#define ROW_STRIP 2
+_Static_assert(ROW_STRIP *LANES <= CATTN_STRIP_ROWS, "the scratch holds them");
+
+INLINE const void *grad_out_of(const struct cattn_state_gradient *g, int64_t head, int64_t token) {
+    return stored_at(g->forward.storage, g->grad_out.data, head * g->grad_out.head + token * g->grad_out.row);
+}
+
+INLINE real *real_row(const struct cattn_strided *tensor, int64_t head, int64_t token) {
+    return (real *)tensor->data + head * tensor->head + token * tensor->row;
+}
+
+INLINE real beta_of(const struct cattn_state_columns *s, int64_t token) {
+    return s->beta.data ? ((const real *)s->beta.data)[token * s->beta.row] : 1;
+}
+
+static void scale_queries(const struct cattn_state_columns *s, struct token_block *b) {
+    const int64_t n = s->n_queries * CATTN_STATE_TOKENS * s->d_k;
+    for (int64_t i = 0; i < n; i++)
+        b->query[i] *= (real)s->scale;
+}
+
+/* v - retrieved, or v without beta, of a strip of columns. */
+INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column, int n_columns, int w,
+                           pass_function *run) {
+    const struct cattn_state_columns *s = &g->forward;
+    struct token_block b = token_block(s);
+    struct strip strip = begin_strip(s, column, n_columns, w);
+    vf update[STRIP], retrieved[STRIP], read[STRIP];
+    int before = 0;
+    UNROLLED(j, w)
+        update[j] = retrieved[j] = vf_set1(0);
+    for (int64_t token = 0; token < s->n_tokens && !stops(&s->stop); token += CATTN_STATE_TOKENS) {
+        const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+        if (run)
+            read_tokens(s, &b, before, token, n);
+        before = n;
+        for (int t = 0; t < n; t++) {
+            const struct pass pass = {b.key + t * s->d_k, b.factor + t * s->d_k, b.number[t], b.read_key + t * s->d_k,
+                                      b.read_query + t * s->d_k};
+            if (run)
+                run(&strip, &pass, s->d_k, token + t == 0, update, retrieved, read);
+            UNROLLED(j, w) {
+                const int lanes = columns_from(n_columns, j);
+                vf v = vf_set1(0);
+                if (lanes > 0)
+                    v = load_stored(s->storage, token_of(s, &s->value, 0, token + t),
+                                    (column + j * LANES) * s->value.col, s->value.col, lanes);
+                if (run)
+                    v = v - vf_set1(b.number[1 + t]) * retrieved[j];
+                update[j] = vf_set1(beta_of(s, token + t)) * v;
+                if (lanes > 0)
+                    vf_storeu_n(real_row(&g->residual, 0, token + t) + column + j * LANES, v, lanes);
+            }
+        }
+    }
+}
+
+/* One token of a block: what is pending of the token after it, its own queries, and the sums by its key. */
+INLINE void step_back(real *state, const struct cattn_state_columns *s, const struct token_block *b, int t, int w,
+                      bool pending, bool retrieves, const vf *grad_retrieved, const vf *grad_out, vf *grad_update) {
+    const int64_t d_k = s->d_k;
+    const real *key = b->key + (1 + t) * d_k, *query = b->query + t * d_k;
+    const real *last_key = b->key + (2 + t) * d_k, *last_factor = b->factor + (2 + t) * d_k;
+    const vf number = vf_set1(pending ? b->number[2 + t] : 1);
+    UNROLLED(j, w)
+        grad_update[j] = vf_set1(0);
+    for (int64_t begin = 0; begin < d_k; begin += CATTN_CHAIN_TERMS) {
+        const int64_t end = min64(begin + CATTN_CHAIN_TERMS, d_k);
+        vf chain[STRIP];
+        UNROLLED(j, w)
+            chain[j] = vf_set1(0);
+        for (int64_t i = begin; i < end; i++) {
+            const vf last = vf_set1(pending ? last_key[i] : 0);
+            const vf decay = pending && s->decay_by_row ? vf_set1(last_factor[i]) : number;
+            UNROLLED(j, w) {
+                vf x = vf_loadu(state + (i * w + j) * LANES);
+                if (pending && retrieves)
+                    x = vf_fma(last, grad_retrieved[j], x);
+                if (pending)
+                    x = x * decay;
+                x = vf_fma(vf_set1(query[i]), grad_out[j], x);
+                for (int64_t h = 1; h < s->n_queries; h++)
+                    x = vf_fma(vf_set1(query[h * CATTN_STATE_TOKENS * d_k + i]),
+                               vf_loadu((const real *)(grad_out + h * STRIP + j)), x);
+                vf_storeu(state + (i * w + j) * LANES, x);
+                chain[j] = vf_fma(x, vf_set1(key[i]), chain[j]);
+            }
+        }
+        UNROLLED(j, w)
+            grad_update[j] = grad_update[j] + chain[j];
+    }
+}
+
+/* What is pending of the first token of a block. */
+INLINE void settle_back(real *state, const struct cattn_state_columns *s, const struct token_block *b, int w,
+                        const vf *grad_retrieved) {
+    const int64_t d_k = s->d_k;
+    for (int64_t i = 0; i < d_k; i++) {
+        const vf decay = vf_set1(s->decay_by_row ? b->factor[d_k + i] : b->number[1]);
+        UNROLLED(j, w) {
+            vf x = vf_loadu(state + (i * w + j) * LANES);
+            if (s->beta.data)
+                x = vf_fma(vf_set1(b->key[d_k + i]), grad_retrieved[j], x);
+            vf_storeu(state + (i * w + j) * LANES, x * decay);
+        }
+    }
+}
+
+#define STEP_BACK(name, w, retrieves)                                                                                  \
+    NOINLINE void name(real *state, const struct cattn_state_columns *s, const struct token_block *b, int t,           \
+                       bool pending, const vf *grad_retrieved, const vf *grad_out, vf *grad_update) {                  \
+        if (pending)                                                                                                   \
+            step_back(state, s, b, t, w, true, retrieves, grad_retrieved, grad_out, grad_update);                      \
+        else                                                                                                           \
+            step_back(state, s, b, t, w, false, retrieves, grad_retrieved, grad_out, grad_update);                     \
+    }
+typedef void step_back_function(real *state, const struct cattn_state_columns *s, const struct token_block *b, int t,
+                                bool pending, const vf *grad_retrieved, const vf *grad_out, vf *grad_update);
+STEP_BACK(step_back_plain, STRIP, false)
+STEP_BACK(step_back_delta, STRIP, true)
+STEP_BACK(step_back_narrow, 1, false)
+STEP_BACK(step_back_narrow_delta, 1, true)
+
+INLINE void copy_strip(const struct cattn_strided *from, const struct cattn_strided *to, real *strip, int64_t n_rows,
+                       int64_t column, int n_columns, int w) {
+    for (int64_t i = 0; i < n_rows; i++)
+        UNROLLED(j, w) {
+            const int lanes = columns_from(n_columns, j);
+            real *const at = strip + (i * w + j) * LANES;
+            if (!to)
+                vf_storeu(at, from->data && lanes > 0 ? load_strided((const real *)from->data + i * from->row +
+                                                                         (column + j * LANES) * from->col,
+                                                                     from->col, lanes)
+                                                      : vf_set1(0));
+            else if (to->data && lanes > 0)
+                store_stored(CATTN_STORED_PLAIN, to->data, i * to->row + (column + j * LANES) * to->col, to->col,
+                             vf_loadu(at), lanes);
+        }
+}
+
+INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t column, int n_columns, int w,
+                             step_back_function *step) {
+    const struct cattn_state_columns *s = &g->forward;
+    struct token_block b = token_block(s);
+    real *const state = s->strip;
+    vf *const grad_out = g->grad_out_vectors;
+    vf grad_retrieved[STRIP], grad_update[STRIP];
+    UNROLLED(j, w)
+        grad_retrieved[j] = vf_set1(0);
+    copy_strip(&g->grad_final, NULL, state, s->d_k, column, n_columns, w);
+    const int64_t last = (s->n_tokens - 1) / CATTN_STATE_TOKENS * CATTN_STATE_TOKENS;
+    for (int64_t token = last; s->n_tokens > 0 && token >= 0 && !stops(&s->stop); token -= CATTN_STATE_TOKENS) {
+        const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+        read_rows(s, &b, token, n);
+        scale_queries(s, &b);
+        for (int t = n - 1; t >= 0; t--) {
+            for (int64_t h = 0; h < s->n_queries; h++)
+                UNROLLED(j, w) {
+                    const int lanes = columns_from(n_columns, j);
+                    vf v = vf_set1(0);
+                    if (lanes > 0)
+                        v = load_stored(s->storage, grad_out_of(g, h, token + t),
+                                        (column + j * LANES) * g->grad_out.col, g->grad_out.col, lanes);
+                    vf_storeu((real *)(grad_out + h * STRIP + j), v);
+                }
+            step(state, s, &b, t, t < n - 1, grad_retrieved, grad_out, grad_update);
+            UNROLLED(j, w) {
+                const int lanes = columns_from(n_columns, j);
+                grad_retrieved[j] = vf_set1(0) - vf_set1(beta_of(s, token + t)) * grad_update[j];
+                if (lanes > 0)
+                    vf_storeu_n(real_row(&g->grad_value, 0, token + t) + column + j * LANES, grad_update[j], lanes);
+            }
+        }
+        settle_back(state, s, &b, w, grad_retrieved);
+    }
+    copy_strip(NULL, &g->grad_state, state, s->d_k, column, n_columns, w);
+}
+
+static void gradient_columns(const struct cattn_state_gradient *g) {
+    static pass_function *const passes[2][2] = {{narrow_delta, narrow_delta_by_row}, {pass_delta, pass_delta_by_row}};
+    const struct cattn_state_columns *s = &g->forward;
+    const bool retrieves = s->beta.data != NULL;
+    for (int64_t c = g->begin; c < g->end && !stops(&s->stop); c += STRIP * LANES) {
+        const int n_columns = (int)min64(STRIP * LANES, g->end - c);
+        pass_function *pass = retrieves ? passes[n_columns > LANES][s->decay_by_row] : NULL;
+        if (n_columns > LANES) {
+            find_residuals(g, c, n_columns, STRIP, pass);
+            run_columns_back(g, c, n_columns, STRIP, retrieves ? step_back_delta : step_back_plain);
+        } else {
+            find_residuals(g, c, n_columns, 1, pass);
+            run_columns_back(g, c, n_columns, 1, retrieves ? step_back_narrow_delta : step_back_narrow);
+        }
+    }
+}
+
+/* ---- rows in the lanes ---- */
+
+/* The rows of a block of tokens that are read by columns, in scratch: [token][d_v], grad_out [query][token][d_v]. */
+struct column_block {
+    real *update, *grad_retrieved, *grad_out;
+};
+
+static struct column_block column_block(const struct cattn_state_gradient *g) {
+    const int64_t rows = CATTN_STATE_TOKENS * g->d_v;
+    real *const numbers = g->columns;
+    return (struct column_block){numbers, numbers + rows, numbers + 2 * rows};
+}
+
+static void read_columns(const struct cattn_state_gradient *g, const struct column_block *c, int64_t token, int n) {
+    const struct cattn_state_columns *s = &g->forward;
+    for (int t = 0; t < n; t++) {
+        const real beta = beta_of(s, token + t);
+        const real *residual = real_row(&g->residual, 0, token + t);
+        const real *grad_update = real_row(&g->grad_value, 0, token + t);
+        for (int64_t j = 0; j < g->d_v; j++) {
+            c->update[t * g->d_v + j] = beta * residual[j];
+            c->grad_retrieved[t * g->d_v + j] = 0 - beta * grad_update[j];
+        }
+        for (int64_t h = 0; h < s->n_queries; h++)
+            widen_row(s->storage, grad_out_of(g, h, token + t), g->grad_out.col, g->d_v,
+                      c->grad_out + (h * CATTN_STATE_TOKENS + t) * g->d_v);
+    }
+}
+
+/* Numbers of a row of d_k for the lanes, 0 after its end; `n` rows are left. */
+INLINE void load_lanes(const real *row, int64_t n, vf *v) {
+    UNROLLED(j, ROW_STRIP) {
+        const int64_t left = n - j * LANES;
+        v[j] = left >= LANES ? vf_loadu(row + j * LANES)
+               : left > 0    ? vf_loadu_n(row + j * LANES, (int)left)
+                             : vf_set1(0);
+    }
+}
+
+INLINE void store_lanes(const struct cattn_strided *to, int64_t head, int64_t token, int64_t row, int64_t n,
+                        const vf *v) {
+    real *const at = real_row(to, head, token) + row * to->col;
+    UNROLLED(j, ROW_STRIP)
+        if (n > j * LANES)
+            store_stored(CATTN_STORED_PLAIN, at, j * LANES * to->col, to->col, v[j], (int)min64(LANES, n - j * LANES));
+}
+
+/* The factors of token t of a block for the lanes. */
+INLINE void load_factors(const struct cattn_state_columns *s, const struct token_block *b, int t, int64_t row,
+                         int64_t n, vf *v) {
+    if (s->decay_by_row)
+        load_lanes(b->factor + (1 + t) * s->d_k + row, n, v);
+    else
+        UNROLLED(j, ROW_STRIP)
+            v[j] = vf_set1(b->number[1 + t]);
+}
+
+/* One token forward over the transposed state. `history`, if it is not NULL, receives the state before it. */
+NOINLINE void step_rows(real *state, real *history, int64_t d_v, const vf *key, const vf *factor, const real *update,
+                        const real *grad_retrieved, const real *grad_out, vf *of_retrieved, vf *of_read) {
+    UNROLLED(j, ROW_STRIP)
+        of_retrieved[j] = of_read[j] = vf_set1(0);
+    for (int64_t begin = 0; begin < d_v; begin += CATTN_CHAIN_TERMS) {
+        const int64_t end = min64(begin + CATTN_CHAIN_TERMS, d_v);
+        vf retrieved[ROW_STRIP], read[ROW_STRIP];
+        UNROLLED(j, ROW_STRIP)
+            retrieved[j] = read[j] = vf_set1(0);
+        for (int64_t c = begin; c < end; c++)
+            UNROLLED(j, ROW_STRIP) {
+                const int64_t at = (c * ROW_STRIP + j) * LANES;
+                vf x = vf_loadu(state + at);
+                if (history)
+                    vf_storeu(history + at, x);
+                x = x * factor[j];
+                retrieved[j] = vf_fma(x, vf_set1(grad_retrieved[c]), retrieved[j]);
+                x = vf_fma(key[j], vf_set1(update[c]), x);
+                vf_storeu(state + at, x);
+                read[j] = vf_fma(x, vf_set1(grad_out[c]), read[j]);
+            }
+        UNROLLED(j, ROW_STRIP) {
+            of_retrieved[j] = of_retrieved[j] + retrieved[j];
+            of_read[j] = of_read[j] + read[j];
+        }
+    }
+}
+
+/* The sums over the columns of the state by another query's gradient. */
+NOINLINE void read_rows_again(const real *state, int64_t d_v, const real *grad_out, vf *of_read) {
+    UNROLLED(j, ROW_STRIP)
+        of_read[j] = vf_set1(0);
+    for (int64_t begin = 0; begin < d_v; begin += CATTN_CHAIN_TERMS) {
+        vf read[ROW_STRIP];
+        UNROLLED(j, ROW_STRIP)
+            read[j] = vf_set1(0);
+        for (int64_t c = begin; c < min64(begin + CATTN_CHAIN_TERMS, d_v); c++)
+            UNROLLED(j, ROW_STRIP)
+                read[j] = vf_fma(vf_loadu(state + (c * ROW_STRIP + j) * LANES), vf_set1(grad_out[c]), read[j]);
+        UNROLLED(j, ROW_STRIP)
+            of_read[j] = of_read[j] + read[j];
+    }
+}
+
+/* One token back: its own queries, the sums over the columns by its update, and with `of_decay` the sums of the
+ * gradient of the decayed state times that state; then the gradient of the state before it. */
+NOINLINE void step_rows_back(real *state, const real *history, const struct cattn_state_columns *s, int64_t d_v,
+                             const vf *query, const vf *key, const vf *factor, const real *update,
+                             const real *grad_retrieved, const real *grad_out, vf *of_update, vf *of_decay) {
+    UNROLLED(j, ROW_STRIP)
+        of_update[j] = of_decay[j] = vf_set1(0);
+    for (int64_t begin = 0; begin < d_v; begin += CATTN_CHAIN_TERMS) {
+        vf by_update[ROW_STRIP], by_state[ROW_STRIP];
+        UNROLLED(j, ROW_STRIP)
+            by_update[j] = by_state[j] = vf_set1(0);
+        for (int64_t c = begin; c < min64(begin + CATTN_CHAIN_TERMS, d_v); c++)
+            UNROLLED(j, ROW_STRIP) {
+                const int64_t at = (c * ROW_STRIP + j) * LANES;
+                vf x = vf_fma(query[j], vf_set1(grad_out[c]), vf_loadu(state + at));
+                for (int64_t h = 1; h < s->n_queries; h++)
+                    x = vf_fma(query[h * ROW_STRIP + j], vf_set1(grad_out[h * CATTN_STATE_TOKENS * d_v + c]), x);
+                by_update[j] = vf_fma(x, vf_set1(update[c]), by_update[j]);
+                if (s->beta.data)
+                    x = vf_fma(key[j], vf_set1(grad_retrieved[c]), x);
+                if (history)
+                    by_state[j] = vf_fma(x, vf_loadu(history + at) * factor[j], by_state[j]);
+                vf_storeu(state + at, x * factor[j]);
+            }
+        UNROLLED(j, ROW_STRIP) {
+            of_update[j] = of_update[j] + by_update[j];
+            of_decay[j] = of_decay[j] + by_state[j];
+        }
+    }
+}
+
+/* The transposed strip of a state, rows row .. row + n - 1. */
+static void transpose_strip(const struct cattn_strided *from, int64_t row, int64_t n, int64_t d_v, real *strip) {
+    for (int64_t c = 0; c < d_v; c++)
+        UNROLLED(j, ROW_STRIP) {
+            const int64_t left = n - j * LANES;
+            vf v = vf_set1(0);
+            if (from->data && left > 0)
+                v = load_strided((const real *)from->data + (row + j * LANES) * from->row + c * from->col, from->row,
+                                 (int)min64(LANES, left));
+            vf_storeu(strip + (c * ROW_STRIP + j) * LANES, v);
+        }
+}
+
+/* The tokens of a block forward: the gradients of queries and, as far as they come from retrieving, of keys. */
+static void rows_forward(const struct cattn_state_gradient *g, const struct token_block *b,
+                         const struct column_block *c, int64_t token, int n, int64_t row, int64_t n_rows, bool again) {
+    const struct cattn_state_columns *s = &g->forward;
+    const int64_t d_v = g->d_v, size = d_v * ROW_STRIP * LANES;
+    const vf scale = vf_set1((real)s->scale);
+    for (int t = 0; t < n; t++) {
+        vf key[ROW_STRIP], factor[ROW_STRIP], retrieved[ROW_STRIP], read[ROW_STRIP];
+        load_lanes(b->key + (1 + t) * s->d_k + row, n_rows, key);
+        load_factors(s, b, t, row, n_rows, factor);
+        step_rows(s->strip, again ? (real *)g->history + t * size : NULL, d_v, key, factor, c->update + t * d_v,
+                  c->grad_retrieved + t * d_v, c->grad_out + t * d_v, retrieved, read);
+        if (again)
+            continue;
+        if (!s->beta.data)
+            UNROLLED(j, ROW_STRIP)
+                retrieved[j] = vf_set1(0);
+        store_lanes(&g->grad_key, 0, token + t, row, n_rows, retrieved);
+        for (int64_t h = 0; h < s->n_queries; h++) {
+            if (h > 0)
+                read_rows_again(s->strip, d_v, c->grad_out + (h * CATTN_STATE_TOKENS + t) * d_v, read);
+            UNROLLED(j, ROW_STRIP)
+                read[j] = read[j] * scale;
+            store_lanes(&g->grad_query, h, token + t, row, n_rows, read);
+        }
+    }
+}
+
+static void rows_back(const struct cattn_state_gradient *g, const struct token_block *b, const struct column_block *c,
+                      int64_t token, int n, int64_t row, int64_t n_rows) {
+    const struct cattn_state_columns *s = &g->forward;
+    const int64_t d_v = g->d_v, size = d_v * ROW_STRIP * LANES;
+    vf *const query = g->grad_out_vectors;
+    for (int t = n - 1; t >= 0; t--) {
+        vf key[ROW_STRIP], factor[ROW_STRIP], of_update[ROW_STRIP], of_decay[ROW_STRIP], retrieved[ROW_STRIP];
+        load_lanes(b->key + (1 + t) * s->d_k + row, n_rows, key);
+        load_factors(s, b, t, row, n_rows, factor);
+        for (int64_t h = 0; h < s->n_queries; h++)
+            load_lanes(b->query + (h * CATTN_STATE_TOKENS + t) * s->d_k + row, n_rows, query + h * ROW_STRIP);
+        step_rows_back(g->grad_strip, g->decay_rows.data ? (const real *)g->history + t * size : NULL, s, d_v, query,
+                       key, factor, c->update + t * d_v, c->grad_retrieved + t * d_v, c->grad_out + t * d_v, of_update,
+                       of_decay);
+        load_lanes(real_row(&g->grad_key, 0, token + t) + row, n_rows, retrieved);
+        UNROLLED(j, ROW_STRIP)
+            of_update[j] = of_update[j] + retrieved[j];
+        store_lanes(&g->grad_key, 0, token + t, row, n_rows, of_update);
+        if (g->decay_rows.data)
+            store_lanes(&g->decay_rows, 0, token + t, row, n_rows, of_decay);
+    }
+}
+
+static void gradient_rows(const struct cattn_state_gradient *g) {
+    const struct cattn_state_columns *s = &g->forward;
+    const int64_t size = g->d_v * ROW_STRIP * LANES;
+    const size_t bytes = (size_t)size * sizeof(real);
+    struct token_block b = token_block(s);
+    const struct column_block c = column_block(g);
+    for (int64_t row = g->begin; row < g->end && !stops(&s->stop); row += ROW_STRIP * LANES) {
+        const int64_t n_rows = min64(ROW_STRIP * LANES, g->end - row);
+        int64_t token = 0;
+        transpose_strip(&s->state, row, n_rows, g->d_v, s->strip);
+        transpose_strip(&g->grad_final, row, n_rows, g->d_v, g->grad_strip);
+        for (; token < s->n_tokens && !stops(&s->stop); token += CATTN_STATE_TOKENS) {
+            const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+            if (g->decay_rows.data)
+                memcpy((real *)g->checkpoints + token / CATTN_STATE_TOKENS * size, s->strip, bytes);
+            read_rows(s, &b, token, n);
+            read_columns(g, &c, token, n);
+            rows_forward(g, &b, &c, token, n, row, n_rows, false);
+        }
+        while (token > 0 && !stops(&s->stop)) {
+            token -= CATTN_STATE_TOKENS;
+            const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+            read_rows(s, &b, token, n);
+            read_columns(g, &c, token, n);
+            if (g->decay_rows.data) {
+                memcpy(s->strip, (const real *)g->checkpoints + token / CATTN_STATE_TOKENS * size, bytes);
+                rows_forward(g, &b, &c, token, n, row, n_rows, true);
+            }
+            scale_queries(s, &b);
+            rows_back(g, &b, &c, token, n, row, n_rows);
+        }
+    }
+}
+
+/* The gradients that are sums over a whole token; grad_value holds the gradient of u until then. */
+static void gradient_tokens(const struct cattn_state_gradient *g) {
+    const struct cattn_state_columns *s = &g->forward;
+    for (int64_t t = 0; t < s->n_tokens && (t % CATTN_STATE_TOKENS != 0 || !stops(&s->stop)); t++) {
+        real *grad_value = real_row(&g->grad_value, 0, t);
+        const real beta = beta_of(s, t);
+        if (g->grad_beta.data)
+            *real_row(&g->grad_beta, 0, t) = one_nan(sum_of_products(grad_value, real_row(&g->residual, 0, t), g->d_v));
+        for (int64_t j = 0; j < g->d_v; j++)
+            grad_value[j] = one_nan(s->beta.data ? beta * grad_value[j] : grad_value[j]);
+        if (g->grad_decay.data)
+            *real_row(&g->grad_decay, 0, t) = one_nan(sum_of_numbers(real_row(&g->decay_rows, 0, t), s->d_k));
+    }
+}
