@@ -72,10 +72,11 @@ _FORMS: dict[str, dict[str, Any]] = {
     for kind in kinds
 }
 # The options in the order of the table: the axes of an array in letters, "" for a number, and the kind.
-_OPTIONS = {row[0]: (row[1], row[2]) for row in _cattn._operands()} | {
+_ROWS = {row[0]: (row[1], row[2]) for row in _cattn._operands()} | {
     name: ("", kind) for name, kind in _cattn._numbers()
 }
-_OPTIONS = {name: row for name, row in _OPTIONS.items() if row[1] in _FORMS}
+_ORDER = (*_cattn._arguments("scaled_dot_product_attention"), *_ROWS)
+_OPTIONS = {name: _ROWS[name] for name in sorted(_ROWS, key=_ORDER.index) if _ROWS[name][1] in _FORMS}
 
 # The help of options whose text in cattn.functional is about arrays in Python.
 _HELP = {
@@ -83,6 +84,7 @@ _HELP = {
     "bias": "floats to add to the scores; -inf hides a key",
     "is_causal": "hide later keys; where T_q and T_k differ, align the last query with the last key (lower_right, the "
     "default) or the first with the first (upper_left)",
+    "scale": "factor of the scores, default 1/sqrt(D)",
     "enable_gqa": "axis -3 of arrays of three dimensions is heads, not a batch",
     "query_offset": "position of the first query: with --causal, query i sees the keys j <= i + N. Default: 0, or the "
     "alignment of --causal",
@@ -104,6 +106,14 @@ def _dest(name: str) -> str:
     return DOORS["attend"].spelled.get(name, name)
 
 
+def _help(name: str) -> str:
+    """Return the help of an option: its text in cattn.functional without capital and point, if there is no other."""
+    if name in _HELP:
+        return _HELP[name]
+    text = text_of(name)
+    return text[0].lower() + text[1:].rstrip(".")
+
+
 def _flag(name: str) -> str:
     return f"--{_dest(name).replace('_', '-')}"
 
@@ -117,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", metavar="FILE", help="query, key and value, or one file that holds all three")
     add("-o", "--output", required=True, metavar="FILE", help="written when complete: .npy, .npz, .safetensors")
     for name, (_, kind) in _OPTIONS.items():
-        add(_flag(name), help=_HELP.get(name) or text_of(name), **_FORMS[kind])
+        add(_flag(name), help=_help(name), **_FORMS[kind])
     add("--weights", metavar="FILE", help="also write the attention weights (..., T_q, T_k), before dropout")
     add("--lse", metavar="FILE", help="also write the log-sum-exp of the scores (..., T_q)")
     add("--threads", type=int, metavar="N", help="default: CATTN_NUM_THREADS, or the number of CPUs")
