@@ -155,3 +155,21 @@ def options(rng: np.random.Generator, B: int, H: int, T_q: int, T_k: int) -> dic
 
 NAMES = list(options(np.random.default_rng(0), 1, 1, 1, 1))
 TOLERANCE = {np.float32: 2e-5, np.float64: 1e-13}
+
+
+SHAPES = {
+    "two dimensions": ((130, 8), (70, 8), (70, 5)),
+    "three dimensions": ((3, 10, 8), (3, 200, 8), (3, 200, 33)),
+    "five dimensions": ((2, 1, 3, 4, 7), (1, 3, 3, 20, 7), (20, 33)),
+    "groups": ((2, 8, 100, 16), (2, 2, 200, 16), (2, 2, 200, 16)),
+    "one key head": ((2, 6, 40, 16), (2, 1, 40, 16), (1, 1, 40, 16)),
+    "one query": ((2, 3, 1, 16), (2, 3, 400, 16), (2, 3, 400, 16)),
+    "one value head": ((2, 3, 5, 16), (2, 3, 9, 16), (2, 1, 9, 1)),
+    "one query for all": ((1, 1, 5, 16), (2, 3, 9, 16), (3, 9, 2)),
+    "no queries": ((2, 0, 8), (2, 9, 8), (2, 9, 3)),
+    "no keys": ((2, 9, 8), (2, 0, 8), (2, 0, 3)),
+    "no keys, work for several threads": ((2, 3, 8000, 8), (2, 3, 0, 8), (2, 3, 0, 8)),
+    "no batch": ((0, 9, 8), (0, 5, 8), (0, 5, 3)),
+    "no head_dim": ((2, 9, 0), (2, 5, 0), (2, 5, 3)),
+    "no d_v": ((2, 9, 4), (2, 5, 4), (2, 5, 0)),
+}

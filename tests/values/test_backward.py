@@ -17,6 +17,7 @@ from support.calls import calls
 from support.derivatives import (
     FIELDS,
     NAMES,
+    SHAPES,
     TOLERANCE,
     Call,
     arguments,
@@ -33,24 +34,6 @@ from support.derivatives import (
 def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.random.Generator) -> None:
     call = qkv(rng, dtype, (2, 3, 130, 20), (2, 3, 250, 20), (2, 3, 250, 9))
     check(call | options(rng, 2, 3, 130, 250)[name], TOLERANCE[dtype])
-
-
-SHAPES = {
-    "two dimensions": ((130, 8), (70, 8), (70, 5)),
-    "three dimensions": ((3, 10, 8), (3, 200, 8), (3, 200, 33)),
-    "five dimensions": ((2, 1, 3, 4, 7), (1, 3, 3, 20, 7), (20, 33)),
-    "groups": ((2, 8, 100, 16), (2, 2, 200, 16), (2, 2, 200, 16)),
-    "one key head": ((2, 6, 40, 16), (2, 1, 40, 16), (1, 1, 40, 16)),
-    "one query": ((2, 3, 1, 16), (2, 3, 400, 16), (2, 3, 400, 16)),
-    "one value head": ((2, 3, 5, 16), (2, 3, 9, 16), (2, 1, 9, 1)),
-    "one query for all": ((1, 1, 5, 16), (2, 3, 9, 16), (3, 9, 2)),
-    "no queries": ((2, 0, 8), (2, 9, 8), (2, 9, 3)),
-    "no keys": ((2, 9, 8), (2, 0, 8), (2, 0, 3)),
-    "no keys, work for several threads": ((2, 3, 8000, 8), (2, 3, 0, 8), (2, 3, 0, 8)),
-    "no batch": ((0, 9, 8), (0, 5, 8), (0, 5, 3)),
-    "no head_dim": ((2, 9, 0), (2, 5, 0), (2, 5, 3)),
-    "no d_v": ((2, 9, 4), (2, 5, 4), (2, 5, 0)),
-}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -343,11 +326,12 @@ BIT_CALLS = list(bit_calls(np.random.default_rng(0), np.float32))
 @pytest.mark.parametrize("name", BIT_CALLS)
 def test_every_table_and_number_of_threads_gives_the_same_bits(name: str, isa: str, dtype: Any) -> None:
     call = bit_calls(np.random.default_rng(1), dtype)[name]
+    given = random_gradients(call)
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
-        expected = backward(call)
+        expected = backward(call, *given)
     for n in (1, 2, 4):
         with cattn.num_threads(n):
-            actual = backward(call)
+            actual = backward(call, *given)
         for field in FIELDS:
             if getattr(expected, field) is not None:
                 assert_same_bits(getattr(actual, field), getattr(expected, field), f"{field}, {n} threads")
@@ -407,10 +391,11 @@ def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, 
     call |= {"sinks": np.ones(4, np.float32), "dropout_p": 0.2, "rng": 3}
     for other in (call, call | {"key": np.asfortranarray(call["key"]), "value": call["value"][..., ::-1]}):
         result = cattn.scaled_dot_product_attention(**other, return_lse=True)
-        grad_out = rng.standard_normal(result.out.shape).astype(half)
-        halves = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **other)
+        grad_out, grad_lse = random_gradients(other)
+        given = {"lse": result.lse, "grad_lse": grad_lse}
+        halves = cattn.attention_backward(grad_out, out=result.out, **given, **other)
         floats = cattn.attention_backward(
-            quiet(grad_out, np.float32), out=quiet(result.out, np.float32), lse=result.lse, **widened(other)
+            quiet(grad_out, np.float32), out=quiet(result.out, np.float32), **given, **widened(other)
         )
         for name, ours, wide in zip(halves._fields, halves, floats, strict=True):
             assert_same_bits(ours, quiet(wide, half) if name in ("query", "key", "value") else wide, name)
