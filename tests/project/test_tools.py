@@ -6,6 +6,7 @@ import gc
 import importlib.machinery
 import importlib.util
 import itertools
+import os
 import sys
 import tarfile
 import warnings
@@ -155,6 +156,13 @@ def backward(**more: Any) -> tuple[Any, dict[str, Any]]:
     return cattn.dropout_backward, {"grad_out": X, "p": 0.5} | more
 
 
+def test_millions_of_queries_are_no_call() -> None:
+    """Each such call took a minute, and four of them the whole time of a long run."""
+    assert binding.takes_hours(cattn.show_mask, {"T_q": 2**31, "T_k": 3})
+    assert not binding.takes_hours(cattn.show_mask, {"T_q": 2**63, "T_k": 3})
+    assert not binding.takes_hours(cattn.show_mask, {"T_q": 7, "T_k": 2**31})
+
+
 FIXED: dict[str, tuple[Any, dict[str, Any]]] = {
     "dropout_p with methods": weights(np.float32, rng=5, out=None, dropout_p=binding.Hostile(1)),
     "out of float16 is read-only": weights(np.float16),
@@ -189,6 +197,13 @@ def test_kept_inputs_of_the_core() -> None:
     inputs = inputs_of("core") | inputs_of("crashers")
     assert len(inputs) > 300
     assert all(0 < len(data) <= 256 for data in inputs.values())
+
+
+def test_the_fuzzer_of_the_binding_is_a_command() -> None:
+    """libFuzzer starts it again where it merges inputs; if it cannot, `tools/fuzz pack` is left without any."""
+    program = FUZZ / "binding.py"
+    assert program.read_text("utf-8").startswith("#!/usr/bin/env python\n")
+    assert os.access(program, os.X_OK)
 
 
 def test_a_message_without_a_name_is_a_finding() -> None:
