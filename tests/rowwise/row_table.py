@@ -34,6 +34,10 @@ def matrix(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.standard_normal((WIDTH, *shape[-1:]))
 
 
+def taps(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal((*shape[-1:], 4))
+
+
 def matrix_column(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.standard_normal(WIDTH)
 
@@ -193,6 +197,11 @@ TABLE: list[Row] = [
         takes={"grad_out": rows, "x": rows, "weight": column}, bound=of_terms, has_out=False, of="layer_norm"),
     Row("rope", **_rope(), takes=X, bound=absolute(64), alone=False),
     Row("rope of pairs, inverse", **_rope(2, interleaved=True, inverse=True), takes=X, bound=absolute(64), alone=False),
+    Row("causal_conv", **_both("causal_conv", activation="silu"), takes={"x": rows, "weight": taps, "bias": column},
+        bound=absolute(32), alone=False),
+    Row("causal_conv, gradient", **_both("causal_conv_backward", activation="silu"),
+        takes={"grad_out": rows, "x": rows, "weight": taps, "bias": column}, bound=absolute(64), alone=False,
+        has_out=False, of="causal_conv"),
     *_activation("gelu", lambda torch: torch.nn.functional.gelu),
     *_activation("gelu", lambda torch: partial(torch.nn.functional.gelu, approximate="tanh"), approximate="tanh"),
     *_activation("silu", lambda torch: torch.nn.functional.silu),

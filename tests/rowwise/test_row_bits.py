@@ -32,7 +32,7 @@ COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 6
 LONG = 70_003  # kernels look at a stop every 65,536 columns
 SHAPE = (3, 37, 77)
 # These copy an input whose memory is `out`.
-COPIES = ("linear", "softmax of two axes", "softmax of columns, gradient", "dropout, gradient by a mask")
+COPIES = ("linear", "causal_conv", "softmax of two axes", "softmax of columns, gradient", "dropout, gradient by a mask")
 
 
 def yardstick(isa: str, call: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:

@@ -473,13 +473,14 @@ def causal_conv_backward(
             raise ValueError(f"grad_state has shape {last.shape}, the state has {rows}")
         of_padded[..., tokens:, :] += last
     axes = tuple(range(given.ndim - 1))
-    parts = [(grad * padded[..., j : j + tokens, :]).sum(axis=axes, dtype=np.float64) for j in range(width)]
-    results: list[Any] = [of_padded[..., width - 1 :, :], np.stack(parts, axis=-1), None, None]
-    if bias is not None:
-        results[2] = grad.sum(axis=axes, dtype=np.float64)
-    if state is not None:
-        results[3] = sum_to(of_padded[..., : width - 1, :], arrays["state"].shape)
-    of_x, of_weight, of_bias, of_state = (None if x is None else x.astype(dtype, copy=False) for x in results)
+    with np.errstate(all="ignore"):  # NaN, infinity and numbers that overflow are no warnings
+        parts = [(grad * padded[..., j : j + tokens, :]).sum(axis=axes, dtype=np.float64) for j in range(width)]
+        results: list[Any] = [of_padded[..., width - 1 :, :], np.stack(parts, axis=-1), None, None]
+        if bias is not None:
+            results[2] = grad.sum(axis=axes, dtype=np.float64)
+        if state is not None:
+            results[3] = sum_to(of_padded[..., : width - 1, :], arrays["state"].shape)
+        of_x, of_weight, of_bias, of_state = (None if x is None else x.astype(dtype, copy=False) for x in results)
     assert of_x is not None
     assert of_weight is not None
     return of_x, of_weight, of_bias, of_state
