@@ -212,8 +212,20 @@ DOORS: dict[str, Door] = {
 }  # fmt: skip
 
 
+# The options of linear attention and of the short convolution that their doors lack, with the reasons.
+_NEW_TENSORS = "PyTorch's functions with gradients return new tensors"
+_IN_TENSORS = {"state_out": f"{_NEW_TENSORS}: take .state with return_state=True", "out": _NEW_TENSORS}
+LINEAR_ATTENTION: dict[str, dict[str, str]] = {
+    "torch.linear_attention": _IN_TENSORS,
+    "torch.causal_conv": _IN_TENSORS
+    | dict.fromkeys(("seq_lengths", "cu_seqlens"), "call it for each sequence: gradients are of one at a time"),
+}
+
+
 def why_refused(function: Callable[..., Any], name: str) -> str | None:
-    """Return why a function lacks this option of attention; None if there is no such option or function."""
+    """Return why a function lacks this option; None if there is no such option or function."""
     module, _, last = function.__module__.rpartition(".")
+    if (reasons := LINEAR_ATTENTION.get(f"{last}.{function.__name__}")) is not None:
+        return reasons.get(name)
     door = DOORS.get(last if module == "cattn.integrations" else function.__name__)
     return None if door is None else door.why_refused(name)

@@ -14,12 +14,22 @@ from typing import Any as _Any
 from ..._input.names import public_names
 from . import nn
 from ._attention import scaled_dot_product_attention
+from ._linear_attention import causal_conv, linear_attention
 from ._swap import Seen, batch_invariant, use_cattn
 
-__all__ = ["Seen", "batch_invariant", "nn", "scaled_dot_product_attention", "use_cattn"]
+__all__ = [
+    "Seen",
+    "batch_invariant",
+    "causal_conv",
+    "linear_attention",
+    "nn",
+    "scaled_dot_product_attention",
+    "use_cattn",
+]
 __dir__ = public_names(globals())
 
-for _object in (Seen, batch_invariant, scaled_dot_product_attention, use_cattn):
+for _object in (Seen, batch_invariant, causal_conv, linear_attention, scaled_dot_product_attention, use_cattn):
     _object.__module__ = __name__
-_wrapped: _Any = scaled_dot_product_attention
-_wrapped.__wrapped__.__module__ = __name__  # of which the hint for an unknown keyword reads what is refused here
+_wrapped: _Any
+for _wrapped in (causal_conv, linear_attention, scaled_dot_product_attention):
+    _wrapped.__wrapped__.__module__ = __name__  # of which the hint for an unknown keyword reads what is refused here

@@ -83,7 +83,7 @@ def read_compute_dtype(compute_dtype: object) -> str | None:
     )
 
 
-def _are_tokens_first(layout: object) -> bool:
+def are_tokens_first(layout: object) -> bool:
     if layout is None or (isinstance(layout, str) and layout in ("bhtd", "bthd")):
         return layout == "bthd"
     raise ValueError(f"layout must be 'bhtd' or 'bthd', got {layout!r}")
@@ -124,7 +124,7 @@ def _draw_seed(rng: Any) -> Tensor:
     return as_seed(int(rng))
 
 
-def _as_positions(value: Any, name: str) -> Any:
+def as_positions(value: Any, name: str) -> Any:
     """Return an int or a tensor of ints as a tensor."""
     if value is None:
         return None
@@ -167,7 +167,7 @@ def _weights(operands: tuple[Tensor | None, ...], options: dict[str, Any]) -> Te
     return results[0]
 
 
-def _check_inputs(query: Any, key: Any, value: Any) -> None:
+def check_inputs(query: Any, key: Any, value: Any) -> None:
     """Raise the error for tensors that cattn cannot read."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
@@ -179,7 +179,7 @@ def _check_inputs(query: Any, key: Any, value: Any) -> None:
             raise TypeError(f"{name} has dtype {dtype}; {wanted}")
 
 
-def _check_others(others: dict[str, Any]) -> None:
+def check_others(others: dict[str, Any]) -> None:
     for name, tensor in others.items():
         if tensor is not None:
             check_tensor(tensor, name)
@@ -396,7 +396,7 @@ def scaled_dot_product_attention(
         check_tensor(query, "query")
         dtype = dtype_of(query)
         query, key, value, key_scale, value_scale = read_quantized(query, key, value)
-    tokens_first, single = _are_tokens_first(layout), False
+    tokens_first, single = are_tokens_first(layout), False
     if tokens_first:
         named = {"query": query, "key": key, "value": value, "key_scale": key_scale, "value_scale": value_scale}
         query, key, value, key_scale, value_scale, single = _put_heads_first(named)
@@ -421,9 +421,9 @@ def scaled_dot_product_attention(
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
         others |= {"block_mask": blocks, "key_indices": key_indices}
         if not scaled:
-            _check_inputs(query, key, value)
+            check_inputs(query, key, value)
             query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
-        _check_others(others)
+        check_others(others)
         attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
         bias = None if bias is None else bias.to(dtype_of(bias))
     transformed = not direct and _is_any_transformed((query, key, value, *extras), alibi_slopes, key_scale, value_scale)
@@ -450,7 +450,7 @@ def scaled_dot_product_attention(
     }  # fmt: skip
     if not direct:
         for name in POSITIONS:
-            options[name] = _as_positions(options[name], name)
+            options[name] = as_positions(options[name], name)
         written = write_options(options)
         if transformed:
             out, lse = attend_transformed(*operands, *written)

@@ -502,7 +502,7 @@ def _one_mask_for_all(dims: tuple[int | None, ...], arguments: tuple[Any, ...]) 
     return arguments[_DROPOUT_P] > 0 and dims[_SEED] is None
 
 
-def _in_turn(operator: Any, size: int, dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
+def in_turn(operator: Any, size: int, dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
     """Call the operator once for each entry of vmap's batch."""
     results = [
         operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, dims, strict=True)))
@@ -515,7 +515,7 @@ def _in_turn(operator: Any, size: int, dims: tuple[int | None, ...], arguments: 
 @attention_operator.register_vmap
 def _attention_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     if _one_mask_for_all(in_dims, arguments):
-        return _in_turn(attention_operator, info.batch_size, in_dims, arguments)
+        return in_turn(attention_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, in_dims, arguments)
     out, lse, weights = attention_operator(*spread)
     wanted = arguments[-1]
@@ -529,7 +529,7 @@ def _attention_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: 
 def _gradients_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     dims, rest = in_dims[N_OF_RESULTS:], arguments[N_OF_RESULTS:]
     if _one_mask_for_all(dims, rest):
-        return _in_turn(backward_operator, info.batch_size, in_dims, arguments)
+        return in_turn(backward_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, dims, rest)
     leading = _spread_leading(layout, _RESULT_KINDS, in_dims, arguments)
     return _gathered(info.batch_size, backward_operator(*leading, *spread), rest, dims)
@@ -567,7 +567,7 @@ def _gathered(size: int, grads: tuple[Tensor, ...], rest: tuple[Any, ...], dims:
 def _derivatives_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     dims, rest = in_dims[N_OF_JVP:], arguments[N_OF_JVP:]
     if _one_mask_for_all(dims, rest):
-        return _in_turn(jvp_operator, info.batch_size, in_dims, arguments)
+        return in_turn(jvp_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, dims, rest)
     out_tangent, lse_tangent = jvp_operator(*_spread_leading(layout, _JVP_KINDS, in_dims, arguments), *spread)
     return (layout.drop_heads(out_tangent, -3), layout.drop_heads(lse_tangent, -2)), (0, 0)
@@ -577,7 +577,7 @@ def _derivatives_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments
 def _second_derivatives_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     dims, rest = in_dims[N_OF_DERIVATIVE:], arguments[N_OF_DERIVATIVE:]
     if _one_mask_for_all(dims, rest):
-        return _in_turn(jvp_backward_operator, info.batch_size, in_dims, arguments)
+        return in_turn(jvp_backward_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, dims, rest)
     grads = jvp_backward_operator(*_spread_leading(layout, _DERIVATIVE_KINDS, in_dims, arguments), *spread)
     return _gathered(info.batch_size, grads, rest, dims)

@@ -520,7 +520,7 @@ attention_operator.register_autograd(_differentiate, setup_context=_save)
 _library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def guard(operator: Any) -> None:
+def guard(operator: Any, find_error: Callable[..., Exception | None] = untracked) -> None:
     """Refuse tensors of forward mode and ``torch.func.grad`` in an operator: the rules of autograd drop tangents.
 
     The dispatcher prefers a kernel for the autograd of the CPU to the one for all devices, which it calls.
@@ -531,7 +531,7 @@ def guard(operator: Any) -> None:
 
     def check_and_differentiate(keyset: Any, *arguments: Any) -> Any:
         for name, argument in zip(names, arguments, strict=False):
-            if isinstance(argument, Tensor) and (error := untracked(argument, name)) is not None:
+            if isinstance(argument, Tensor) and (error := find_error(argument, name)) is not None:
                 raise error
         return differentiate(keyset, *arguments)
 

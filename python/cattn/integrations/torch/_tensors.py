@@ -167,20 +167,24 @@ def _has_tangent(tensor: Tensor) -> bool:
     return _forward_ad.unpack_dual(tensor, level=0).tangent is not None
 
 
-def untracked(tensor: Tensor, name: str) -> Exception | None:
-    """Return the error for a tensor that is differentiated in a way that custom operators do not support, or None."""
+def untracked(
+    tensor: Tensor, name: str, operator: str = OPERATOR, function: str = "scaled_dot_product_attention"
+) -> Exception | None:
+    """Return the error for a tensor that is differentiated in a way that custom operators do not support, or None.
+
+    The function is the one of this package that the operator belongs to. PyTorch has no linear attention instead.
+    """
     if torch.compiler.is_dynamo_compiling():  # the operator itself looks when the compiler runs it
         return None
+    attention = operator == OPERATOR
     if _has_tangent(tensor):
-        return NotImplementedError(
-            f"{name} has a tangent, but {OPERATOR} differentiates in reverse mode only: call "
-            f"cattn.integrations.torch.scaled_dot_product_attention, not compiled, or {INSTEAD[4:]}"
-        )
+        instead = f": call cattn.integrations.torch.{function}, not compiled, or {INSTEAD[4:]}" if attention else ""
+        return NotImplementedError(f"{name} has a tangent, but {operator} differentiates in reverse mode only{instead}")
     if _is_transformed(tensor):
         return NotImplementedError(
-            f"{name} is under torch.func.grad, which {OPERATOR} does not support: call "
-            f"cattn.integrations.torch.scaled_dot_product_attention, not compiled, use torch.autograd.grad, or "
-            f"{INSTEAD[4:]}"
+            f"{name} is under torch.func.grad, which {operator} does not support: call "
+            f"cattn.integrations.torch.{function}, not compiled, {'' if attention else 'or '}use torch.autograd.grad"
+            f"{f', or {INSTEAD[4:]}' if attention else ''}"
         )
     return None
 

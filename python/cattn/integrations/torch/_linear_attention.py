@@ -1,0 +1,353 @@
+"""Linear attention of tensors, and the short convolution before it: gradients, transforms and operators of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+import cattn
+from cattn import functional
+
+from ..._input.names import with_hints
+from ..._input.types import Layout, LinearAttentionOutput
+from ._attention import are_tokens_first, as_positions, check_inputs, check_others
+from ._derivatives import in_turn
+from ._operator import filled, guard, recorded, tensors_schema
+from ._tensors import (
+    DTYPES,
+    as_array,
+    as_tensor,
+    check_tensor,
+    dtype_of,
+    is_batched,
+    is_traceable,
+    nobody_watches,
+    untracked,
+)
+
+Results: TypeAlias = tuple[Tensor, Tensor | None]
+
+
+# ---- functions with gradients --------------------------------------------------------------------------------------
+class _Differentiable:
+    """A function of tensors and then of numbers, with two results: the output and the last state.
+
+    The tensors, of which some may be None, begin with those that have gradients. The function is called at once, by
+    autograd, or as an operator where PyTorch compiles or traces.
+    """
+
+    def __init__(
+        self, name: str, what: str, tensors: list[str], n_gradients: int, numbers: str,
+        shapes: Callable[..., Any], forward: Callable[..., Results], backward: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        """Take cattn's function as one of tensors, and its gradients as a function that returns arrays."""
+        self.name, self.what = name, f"cattn's {what} (torch.ops.cattn.{name})"
+        self.n, self.n_gradients = len(tensors), n_gradients
+        self.forward, self.backward = forward, backward
+        schema = f"{tensors_schema(tensors, ('query', 'key', 'value', 'x', 'weight'))}, {numbers}"
+        gradients = f"(Tensor grad_out, Tensor grad_state, {schema}) -> ({', '.join(['Tensor'] * n_gradients)})"
+        self.operator = self._define(name, self._compute, f"({schema}) -> (Tensor, Tensor)", shapes)
+        self.operator_backward = self._define(f"{name}_backward", self._differentiate, gradients, self._like)
+        self.operator.register_autograd(partial(self._gradients, self.operator_backward), setup_context=self._save)
+        self.operator_backward.register_autograd(self._refuse_second)
+        self.function = self._function("_compute", self.operator, lambda: self._function_backward.apply)
+        self._function_backward: Any = self._function("_differentiate", self.operator_backward, None)
+
+    def _define(self, name: str, function: Any, schema: str, shapes: Any) -> Any:
+        operator: Any = torch.library.custom_op(
+            f"cattn::{name}", lambda *a: function(*a), mutates_args=(), device_types="cpu", schema=schema
+        )
+        operator.register_fake(shapes)
+        operator.register_vmap(lambda info, dims, *a: in_turn(operator, info.batch_size, dims, a))
+        guard(operator, partial(untracked, operator=self.what, function=self.name))
+        return operator
+
+    def __call__(self, *arguments: Any, return_state: bool) -> Any:
+        tensors = [x for x in arguments[: self.n_gradients] if x is not None]
+        if is_traceable():
+            results = self.operator(*arguments)
+        elif nobody_watches() and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            results = self._compute(*arguments, return_state=return_state)
+        else:
+            results = self.function.apply(*arguments)
+        return LinearAttentionOutput(*results) if return_state else results[0]
+
+    def _compute(self, *arguments: Any, return_state: bool = True) -> Results:
+        function = partial(self.forward, return_state=return_state)
+        results: Results = recorded(f"cattn::{self.name}", function, *arguments)
+        return results
+
+    def _differentiate(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of the arguments that have one; an empty tensor for one that is not there."""
+        grads = recorded(f"cattn::{self.name}_backward", self.backward, *arguments)
+        found = [
+            None if x is None else as_tensor(g, x.dtype if g.dtype.itemsize == 2 else None).to(x.dtype).contiguous()
+            for g, x in zip(grads, arguments[2:], strict=False)
+        ]
+        return filled(found, arguments[0])
+
+    def _like(self, *arguments: Any) -> tuple[Tensor, ...]:
+        given = arguments[2:][: self.n_gradients]
+        return filled([None if x is None else x.new_empty(x.shape) for x in given], arguments[0])
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[: self.n])
+        ctx.numbers = inputs[self.n :]
+
+    def _gradients(self, function: Any, ctx: Any, *of_results: Tensor) -> tuple[Any, ...]:
+        grads = function(*of_results, *ctx.saved_tensors, *ctx.numbers)
+        needed = zip(grads, ctx.needs_input_grad, strict=False)
+        return (*(g if n else None for g, n in needed), *[None] * (self.n - self.n_gradients + len(ctx.numbers)))
+
+    def _refuse_second(self, *_: Any) -> NoReturn:
+        raise NotImplementedError(f"{self.what} has no second derivatives")
+
+    def _refuse_forward(self, *_: Any) -> NoReturn:
+        raise NotImplementedError(f"{self.what} has no forward mode")
+
+    def _function(self, name: str, operator: Any, backward: Any) -> Any:
+        """Return a function of autograd, which ``torch.func`` and ``torch.vmap`` can transform."""
+
+        def forward(*arguments: Any) -> Any:
+            # A batch of torch.vmap needs the operator's rule, and a trace must hold the operator.
+            if not is_traceable() and not any(isinstance(x, Tensor) and is_batched(x) for x in arguments):
+                return getattr(self, name)(*arguments)
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*arguments)
+
+        def differentiate(ctx: Any, *of_results: Any) -> Any:
+            return self._refuse_second() if backward is None else self._gradients(backward(), ctx, *of_results)
+
+        methods = {"forward": forward, "setup_context": lambda *a: self._save(*a), "backward": differentiate}
+        methods["jvp"] = self._refuse_forward
+        made = {name: staticmethod(method) for name, method in methods.items()}
+        return type(operator._name, (torch.autograd.Function,), {**made, "generate_vmap_rule": True})
+
+
+def _arrays(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    return [None if x is None else as_array(x) for x in tensors]
+
+
+# ---- linear attention ------------------------------------------------------------------------------------------------
+def _shapes(*arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the shapes of the output and of the states, given the arguments of the operator."""
+    query, key, value, _, _, state, _, cu_seqlens = arguments[:8]
+    tokens_first, packed = arguments[-1] == "bthd", cu_seqlens is not None
+    of_state = () if state is None or packed else tuple(state.shape)
+    nd = max(query.ndim, key.ndim, value.ndim, len(of_state))
+    has_heads = nd > 3 or (nd == 3 and (tokens_first or packed))
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    if tokens_first:
+        shapes = [(*shape[:-3], shape[-2], shape[-3], shape[-1]) for shape in shapes]
+    kept = 3 if has_heads else 2
+    broadcast: Any = torch.broadcast_shapes  # has no types
+    batch = tuple(broadcast(*(shape[:-kept] for shape in (*shapes, of_state))))
+    n_queries, n_keys, n_values = (shape[-3] if has_heads and len(shape) > 2 else 1 for shape in shapes)
+    n_states = max(n_keys, n_values)
+    out, states = [max(n_states, n_queries), shapes[0][-2], shapes[2][-1]], [n_states, shapes[0][-1], shapes[2][-1]]
+    if tokens_first:
+        out[:2] = out[1::-1]
+    if not has_heads:
+        del out[0], states[0]
+    sequences = (cu_seqlens.shape[0] - 1,) if packed else ()
+    return (*batch, *out), (*batch, *sequences, *states)
+
+
+def _linear_options(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    names = ("decay", "beta", "state", "seq_lengths", "cu_seqlens")
+    arrays = zip(names, _arrays(arguments[3:8]), strict=True)
+    return dict(arrays) | {"scale": arguments[8], "layout": arguments[9]}
+
+
+def _linear_forward(*arguments: Any, return_state: bool) -> Results:
+    query = arguments[0]
+    function: Any = cattn.linear_attention  # the overloads do not see through **options
+    result = function(*_arrays(arguments[:3]), **_linear_options(arguments), return_state=return_state)
+    if not return_state:
+        return as_tensor(result, query.dtype), None
+    return as_tensor(result.out, query.dtype), as_tensor(result.state)
+
+
+def _linear_backward(grad_out: Tensor, grad_state: Tensor, *arguments: Any) -> Any:
+    arrays, of_state = _arrays((grad_out, *arguments[:3])), as_array(grad_state)
+    return functional.linear_attention_backward(*arrays, grad_state=of_state, **_linear_options(arguments))
+
+
+def _linear_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, (out, state) = arguments[0], _shapes(*arguments)
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return query.new_empty(out), query.new_empty(state, dtype=dtype)
+
+
+_linear_attention = _Differentiable(
+    "linear_attention", "linear attention",
+    ["query", "key", "value", "decay", "beta", "state", "seq_lengths", "cu_seqlens"], 6, "float? scale, str layout",
+    _linear_fake, _linear_forward, _linear_backward,
+)  # fmt: skip
+
+
+@with_hints
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    seq_lengths: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: Layout = "bhtd",
+    return_state: bool = False,
+) -> Any:
+    """Compute linear attention of CPU tensors: `cattn.linear_attention`, which describes the arguments.
+
+    Parameters
+    ----------
+    query : Tensor, shape (..., N_q, T, d_k)
+        Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
+        dtype. ``torch.autocast`` casts the three first, all but float64.
+    key : Tensor, shape (..., N_k, T, d_k)
+        Keys.
+    value : Tensor, shape (..., N_v, T, d_v)
+        Values.
+    decay : Tensor, shape (..., N, T) or (..., N, T, d_k), optional
+        The natural logarithm of the factor of the state.
+    beta : Tensor, shape (..., N, T), optional
+        How much of the difference to the value in the state is written.
+    state : Tensor, shape (..., N, d_k, d_v), optional
+        The state before the first token. It is not changed.
+    scale : float, optional
+        Default 1 / sqrt(d_k).
+    seq_lengths : int or Tensor of int, optional
+        The number of valid tokens of each batch entry.
+    cu_seqlens : Tensor of int, shape (B + 1,), optional
+        The bounds of packed sequences.
+    layout : {"bhtd", "bthd"}
+        The order of heads and tokens.
+    return_state : bool
+        Also return the state after the last token.
+
+    Returns
+    -------
+    Tensor, shape (..., max(N, N_q), T, d_v), or LinearAttentionOutput
+        Differentiable once, in reverse mode, in the first six arguments. With return_state it is a
+        `cattn.LinearAttentionOutput` of tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.linear_attention`; also for other devices, mixed dtypes and arguments that are not tensors.
+    NotImplementedError
+        For second derivatives and forward mode.
+
+    Notes
+    -----
+    Where PyTorch compiles or traces, it is the custom operator ``torch.ops.cattn.linear_attention``, which stays in
+    one graph. ``torch.vmap`` makes a call for each entry of its batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import linear_attention
+    >>> x = torch.eye(3, requires_grad=True)
+    >>> out, state = linear_attention(x, x, x, decay=-torch.ones(3), beta=torch.ones(3), return_state=True)
+    >>> out.sum().backward()
+    >>> state.shape, x.grad.shape
+    (torch.Size([3, 3]), torch.Size([3, 3]))
+    """
+    check_inputs(query, key, value)
+    query, key, value = (x.to(dtype_of(x)) for x in (query, key, value))
+    seq_lengths = as_positions(seq_lengths, "seq_lengths")
+    others = {"decay": decay, "beta": beta, "state": state, "seq_lengths": seq_lengths, "cu_seqlens": cu_seqlens}
+    check_others(others)
+    word = "bthd" if are_tokens_first(layout) else "bhtd"
+    return _linear_attention(query, key, value, *others.values(), scale, word, return_state=return_state)
+
+
+# ---- the short convolution -------------------------------------------------------------------------------------------
+def _conv_forward(*arguments: Any, return_state: bool) -> Results:
+    dtype, (x, weight, bias, state) = arguments[0].dtype, _arrays(arguments[:4])
+    function: Any = functional.causal_conv
+    result = function(x, weight, bias, state=state, activation=arguments[4], return_state=return_state)
+    if not return_state:
+        return as_tensor(result, dtype), None
+    return as_tensor(result.out, dtype), as_tensor(result.state, dtype)
+
+
+def _conv_backward(grad_out: Tensor, grad_state: Tensor, *arguments: Any) -> Any:
+    grad, of_state, x, weight, bias, state = _arrays((grad_out, grad_state, *arguments[:4]))
+    return functional.causal_conv_backward(
+        grad, x, weight, bias, state=state, activation=arguments[4], grad_state=of_state
+    )
+
+
+def _conv_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, weight = arguments[:2]
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-2], weight.shape[-1] - 1, x.shape[-1]))
+
+
+_causal_conv = _Differentiable(
+    "causal_conv", "short convolution", ["x", "weight", "bias", "state"], 4, "str? activation",
+    _conv_fake, _conv_forward, _conv_backward,
+)  # fmt: skip
+
+
+@with_hints
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    activation: Literal["silu"] | None = None,
+    return_state: bool = False,
+) -> Any:
+    """Compute the short convolution of CPU tensors: `cattn.functional.causal_conv`, which describes the arguments.
+
+    Parameters
+    ----------
+    x : Tensor, shape (..., T, C)
+        The tokens, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64, which the other tensors have, too.
+    weight : Tensor, shape (C, K)
+        The factors of the last K tokens.
+    bias : Tensor, shape (C,), optional
+        Added to the sum.
+    state : Tensor, shape (..., K - 1, C), optional
+        The tokens before the first one. It is not changed.
+    activation : {None, "silu"}
+        A function of the result.
+    return_state : bool
+        Also return the last K - 1 tokens.
+
+    Returns
+    -------
+    Tensor, shape (..., T, C), or LinearAttentionOutput
+        Differentiable once, in reverse mode, in all tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.functional.causal_conv`; also for other devices, mixed dtypes and arguments that are not tensors.
+    NotImplementedError
+        For second derivatives and forward mode.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import causal_conv
+    >>> causal_conv(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0, 1.0]])).flatten()
+    tensor([ 1., 12., 23.])
+    """
+    tensors = {"x": x, "weight": weight, "bias": bias, "state": state}
+    check_tensor(x, "x")
+    check_others(tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.dtype not in DTYPES or tensor.dtype is not x.dtype):
+            raise TypeError(f"{name} has dtype {tensor.dtype}; x has {x.dtype}")
+    return _causal_conv(*tensors.values(), activation, return_state=return_state)
