@@ -1,4 +1,4 @@
-"""Linear attention through PyTorch: the numbers and gradients of cattn's functions, and refusals."""
+"""Linear attention through PyTorch, ONNX and dask: the numbers and gradients of cattn's functions, and refusals."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""ONNX's Attention: every node test of the installed onnx package, and the errors of the function."""
+"""ONNX's operators: every node test of the installed onnx package, and the errors of the functions."""
 
 import importlib
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,32 +16,46 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
-from cattn.integrations.onnx import Attention, attention  # noqa: E402
+from cattn.integrations.onnx import (  # noqa: E402
+    Attention,
+    CausalConvWithState,
+    LinearAttention,
+    attention,
+    causal_conv_with_state,
+    linear_attention,
+)
+
+OPERATORS: dict[str, Any] = {x.__name__: x for x in (Attention, LinearAttention, CausalConvWithState)}
 
 
 def node_cases() -> list[Any]:
-    """Return the node tests of the operator itself. The others are its expansions into functions.
+    """Return the node tests of the operators themselves. The others are its expansions into functions.
 
     The import of a module adds its cases to a list; onnx's own function imports all modules, which takes ten seconds.
     """
     from onnx.backend.test.case import node
 
-    importlib.import_module("onnx.backend.test.case.node.attention")
-    found = [case for case in node._NodeTestCases if case.name.startswith("test_attention_")]
-    return [case for case in found if "_expanded" not in case.name]
+    for name in ("attention", "linear_attention", "causal_conv_with_state"):
+        if find_spec(place := f"{node.__name__}.{name}"):  # an earlier onnx has no linear attention
+            importlib.import_module(place)
+    return [case for case in node._NodeTestCases if case.model.graph.node[0].op_type in OPERATORS]
 
 
 @pytest.mark.promise("ONNX's operator")
 def test_every_node_case_of_onnx_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tolerances of ONNX's own runner."""
     cases, called = node_cases(), []
-    assert len(cases) >= 93
-    run = Attention._run
-    monkeypatch.setattr(Attention, "_run", lambda self, *args, **kwargs: called.append(1) or run(self, *args, **kwargs))
+    counts = Counter(case.model.graph.node[0].op_type for case in cases)
+    assert counts["Attention"] >= 93
+    if onnx.defs.onnx_opset_version() >= 27:
+        assert (counts["LinearAttention"], counts["CausalConvWithState"]) >= (14, 12)
+    for operator in OPERATORS.values():
+        run: Any = operator._run
+        monkeypatch.setattr(
+            operator, "_run", lambda self, *args, run=run, **kwargs: called.append(1) or run(self, *args, **kwargs)
+        )
     for case in cases:
-        session = ReferenceEvaluator(case.model, new_ops=[Attention])
-        (node,) = case.model.graph.node
-        assert node.op_type == "Attention"
+        session = ReferenceEvaluator(case.model, new_ops=[*OPERATORS.values()])
         for inputs, outputs in case.data_sets:
             names = [value.name for value in case.model.graph.input]
             results = session.run(None, dict(zip(names, inputs, strict=True)))
@@ -288,3 +304,36 @@ def test_present_keys_and_values_have_the_dtypes_of_q_and_v() -> None:
             np.float32, np.float32, np.float64,
         )  # fmt: skip
         np.testing.assert_array_equal(result.present_value[:, :, 2:], without.present_value)
+
+
+def test_linear_attention_names_what_does_not_fit() -> None:
+    x, numbers = inputs((1, 3, 8), (1, 3, 4))
+    heads: dict[str, Any] = {"q_num_heads": 4, "kv_num_heads": 4}
+    half = linear_attention(x, x, x, np.zeros((1, 4, 2, 2), np.float16), **heads, update_rule="linear")
+    assert [a.dtype for a in half] == [np.float32, np.float16]
+    for message, given, options in (
+        ("update_rule 'gated_delta' needs decay", (x, x, x), heads),
+        ("update_rule 'linear' forbids beta", (x, x, x, None, None, numbers), heads | {"update_rule": "linear"}),
+        ("update_rule must be one of 'linear', 'gated', ", (x, x, x), heads | {"update_rule": "x"}),
+        ("query must have 3 dimensions, got 2", (x[0], x, x, None, numbers, numbers), heads),
+        ("q_num_heads, 2, must be a multiple of kv_num_heads, 4", (x, x, x, None, numbers, numbers),
+         heads | {"q_num_heads": 2}),
+        ("past_state must have shape (1, 4, 2, 2), got (1, 4, 2)", (x, x, x, x[:, :4, :2].repeat(2, 1)[:, :4], numbers,
+         numbers), heads),
+        ("kv_num_heads must divide the last axis of decay, 3", (x, x, x, None, numbers[..., :3], numbers), heads),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            linear_attention(*given, **options)
+        assert str(caught.value).startswith(message)
+
+
+def test_the_convolution_names_what_does_not_fit() -> None:
+    x, weight = inputs((1, 3, 8), (3, 1, 4))
+    for message, given, options in (
+        ("weight must have shape (C, 1, K), got (3, 4)", (x, weight[:, 0]), {}),
+        ("input must have shape (B, C, T), got (3, 8)", (x[0], weight), {}),
+        ("activation must be 'none', 'silu' or 'swish', got 'gelu'", (x, weight), {"activation": "gelu"}),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            causal_conv_with_state(*given, **options)
+        assert str(caught.value) == message

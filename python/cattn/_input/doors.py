@@ -219,6 +219,12 @@ LINEAR_ATTENTION: dict[str, dict[str, str]] = {
     "torch.linear_attention": _IN_TENSORS,
     "torch.causal_conv": _IN_TENSORS
     | dict.fromkeys(("seq_lengths", "cu_seqlens"), "call it for each sequence: gradients are of one at a time"),
+    "onnx.linear_attention": {
+        "state": "the operator calls it past_state",
+        "layout": "the arrays are (B, T, heads * width)",
+        "return_state": "present_state is always returned",
+        **dict.fromkeys(("seq_lengths", "cu_seqlens", "state_out", "out"), DOORS["onnx"].otherwise),
+    },
 }
 
 

@@ -192,7 +192,8 @@ INTEGRATIONS = {
     "jax": "dot_product_attention",
     "keras": "use_cattn",
     "dask": "attention",
-    "onnx": "Attention AttentionOutputs attention",
+    "onnx": "Attention AttentionOutputs CausalConvWithState LinearAttention attention causal_conv_with_state "
+    "linear_attention",
 }
 
 

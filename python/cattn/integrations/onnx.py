@@ -1,4 +1,6 @@
-"""ONNX's operator ``Attention`` (opsets 23 to 25): as a function, and for its reference evaluator (extra "onnx").
+"""ONNX's operators of attention: as functions, and for its reference evaluator (extra "onnx").
+
+They are ``Attention`` (opsets 23 to 25), and ``LinearAttention`` and ``CausalConvWithState`` (opset 27).
 
 >>> import onnx.reference  # doctest: +SKIP
 >>> from cattn.integrations.onnx import Attention
@@ -12,9 +14,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cattn import attention_weights, scaled_dot_product_attention
+import cattn
+from cattn import attention_weights, functional, scaled_dot_product_attention
 from cattn._input.arrays import is_bfloat16, refuse_masked
-from cattn._input.names import public_names
+from cattn._input.names import public_names, with_hints
 
 try:
     from onnx import TensorProto
@@ -22,7 +25,15 @@ try:
 except ImportError as error:
     raise ImportError("cattn.integrations.onnx needs onnx: pip install 'cattn[onnx]'") from error
 
-__all__ = ["Attention", "AttentionOutputs", "attention"]
+__all__ = [
+    "Attention",
+    "AttentionOutputs",
+    "CausalConvWithState",
+    "LinearAttention",
+    "attention",
+    "causal_conv_with_state",
+    "linear_attention",
+]
 __dir__ = public_names(globals())
 
 Array = NDArray[Any]
@@ -228,3 +239,176 @@ class Attention(OpRun):  # type: ignore[misc, unused-ignore]
         outputs = attention(Q, K, V, mask, past_key, *rest, **attributes, return_qk=wanted)
         # the evaluator needs an array for each output, also for one without a name
         return tuple(np.empty(0, Q.dtype) if output is None else output for output in outputs[: len(names)])
+
+
+# ---- linear attention ------------------------------------------------------------------------------------------------
+# The rules of the operator, and whether they have decay and beta.
+_RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True)}
+
+
+@with_hints
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    past_state: ArrayLike | None = None,
+    decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    *,
+    q_num_heads: int,
+    kv_num_heads: int,
+    scale: float | None = None,
+    update_rule: str = "gated_delta",
+    chunk_size: int = 64,
+) -> tuple[Array, Array]:
+    """Compute ONNX's ``LinearAttention`` on arrays.
+
+    Parameters
+    ----------
+    query : array_like, shape (B, T, q_num_heads * d_k)
+        Queries, of float16, bfloat16 (``ml_dtypes``), float32 or float64.
+    key, value : array_like, shape (B, T, kv_num_heads * d_k) and (B, T, kv_num_heads * d_v)
+        Keys and values.
+    past_state : array_like, shape (B, kv_num_heads, d_k, d_v), optional
+        The state before the first token; the default is 0.
+    decay : array_like, shape (B, T, kv_num_heads) or (B, T, kv_num_heads * d_k), optional
+        The logarithm of the factor of the state, for the rules "gated" and "gated_delta".
+    beta : array_like, shape (B, T, kv_num_heads) or (B, T, 1), optional
+        The rate of the update, for the rules "delta" and "gated_delta".
+    q_num_heads, kv_num_heads : int
+        The numbers of heads; the first is a multiple of the second.
+    scale : float, optional
+        None and 0 are 1 / sqrt(d_k).
+    update_rule : {"linear", "gated", "delta", "gated_delta"}
+        Which of decay and beta are there.
+    chunk_size : int
+        Ignored: tokens are computed one after the other.
+
+    Returns
+    -------
+    output : ndarray, shape (B, T, q_num_heads * d_v)
+        In the dtype of query.
+    present_state : ndarray, shape (B, kv_num_heads, d_k, d_v)
+        In the dtype of past_state, or of query without it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.linear_attention`; also for arrays that the rule forbids or lacks, and for other shapes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cattn.integrations.onnx import linear_attention
+    >>> x = np.ones((1, 3, 8), np.float32)
+    >>> output, state = linear_attention(x, x, x, q_num_heads=4, kv_num_heads=4, update_rule="linear")
+    >>> output.shape, state.shape
+    ((1, 3, 8), (1, 4, 2, 2))
+    """
+    if update_rule not in _RULES:
+        raise ValueError(f"update_rule must be one of {', '.join(map(repr, _RULES))}, got {update_rule!r}")
+    for name, array, wanted in zip(("decay", "beta"), (decay, beta), _RULES[update_rule], strict=True):
+        if (array is not None) != wanted:
+            raise ValueError(f"update_rule {update_rule!r} {'needs' if wanted else 'forbids'} {name}")
+    q = _with_heads(query, q_num_heads, "query", "q_num_heads")
+    k, v = (_with_heads(a, kv_num_heads, name, "kv_num_heads") for a, name in ((key, "key"), (value, "value")))
+    if q_num_heads % kv_num_heads:
+        raise ValueError(f"q_num_heads, {q_num_heads}, must be a multiple of kv_num_heads, {kv_num_heads}")
+    state = None if past_state is None else _computable(past_state, "past_state", None)
+    if state is not None and state.shape != (wanted_shape := (len(q), kv_num_heads, k.shape[-1], v.shape[-1])):
+        raise ValueError(f"past_state must have shape {wanted_shape}, got {state.shape}")
+    factors = None if decay is None else _computable(decay, "decay", None)
+    if factors is not None and factors.shape[-1:] != (kv_num_heads,):  # a number for each row of the state
+        factors = _with_heads(factors, kv_num_heads, "decay", "kv_num_heads")
+    rates = None if beta is None else _computable(beta, "beta", None)
+    out, last = cattn.linear_attention(
+        q, k, v, decay=factors, beta=rates, state=state, scale=scale or None, layout="bthd", return_state=True
+    )
+    return out.reshape(*out.shape[:2], -1).astype(q.dtype, copy=False), last.astype(
+        q.dtype if state is None else state.dtype
+    )
+
+
+def _with_heads(array: ArrayLike, num_heads: int, name: str, argument: str) -> Array:
+    """Return (B, T, H * D) as (B, T, H, D)."""
+    given = _computable(array, name, None)
+    if given.ndim != 3:
+        raise ValueError(f"{name} must have 3 dimensions, got {given.ndim}")
+    return _split_heads(given, num_heads, name, argument).swapaxes(1, 2)
+
+
+class LinearAttention(OpRun):  # type: ignore[misc, unused-ignore]
+    """The operator for ``onnx.reference.ReferenceEvaluator(model, new_ops=[LinearAttention])``."""
+
+    op_domain = ""
+
+    def _run(self, *inputs: Array | None, **attributes: Any) -> tuple[Array, Array]:
+        return linear_attention(*inputs, **attributes)  # type: ignore[arg-type]
+
+
+# ---- the short convolution -------------------------------------------------------------------------------------------
+def causal_conv_with_state(
+    input: ArrayLike,  # noqa: A002 - ONNX's name
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    past_state: ArrayLike | None = None,
+    *,
+    activation: str = "none",
+) -> tuple[Array, Array]:
+    """Compute ONNX's ``CausalConvWithState`` on arrays.
+
+    Parameters
+    ----------
+    input : array_like, shape (B, C, T)
+        T tokens of C channels, of float16, bfloat16 (``ml_dtypes``), float32 or float64.
+    weight : array_like, shape (C, 1, K)
+        The factors of the last K tokens.
+    bias : array_like, shape (C,), optional
+        Added to the sum.
+    past_state : array_like, shape (B, C, K - 1), optional
+        The tokens before the first one.
+    activation : {"none", "silu", "swish"}
+        A function of the result.
+
+    Returns
+    -------
+    output : ndarray, shape (B, C, T)
+        In the dtype of input.
+    present_state : ndarray, shape (B, C, K - 1)
+        The last K - 1 tokens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.functional.causal_conv`; also for other activations and shapes.
+
+    Examples
+    --------
+    >>> from cattn.integrations.onnx import causal_conv_with_state
+    >>> output, state = causal_conv_with_state([[[1.0, 2.0, 3.0]]], [[[10.0, 1.0]]])
+    >>> output, state
+    (array([[[ 1., 12., 23.]]]), array([[[3.]]]))
+    """
+    if activation not in ("none", "silu", "swish"):
+        raise ValueError(f"activation must be 'none', 'silu' or 'swish', got {activation!r}")
+    named = {"input": input, "weight": weight, "bias": bias, "past_state": past_state}
+    x, factors, added, past = (None if a is None else _computable(a, name, None) for name, a in named.items())
+    assert x is not None and factors is not None  # noqa: PT018
+    for name, array, shape in (("input", x, "B, C, T"), ("weight", factors, "C, 1, K")):
+        if array.ndim != 3 or (name == "weight" and array.shape[1] != 1):
+            raise ValueError(f"{name} must have shape ({shape}), got {array.shape}")
+    out, last = functional.causal_conv(
+        x.swapaxes(1, 2), factors[:, 0], added, state=None if past is None else past.swapaxes(1, 2),
+        activation=None if activation == "none" else "silu", return_state=True,
+    )  # fmt: skip
+    output, present = (np.ascontiguousarray(y.swapaxes(1, 2)).astype(x.dtype, copy=False) for y in (out, last))
+    return output, present
+
+
+class CausalConvWithState(OpRun):  # type: ignore[misc, unused-ignore]
+    """The operator for ``onnx.reference.ReferenceEvaluator(model, new_ops=[CausalConvWithState])``."""
+
+    op_domain = ""
+
+    def _run(self, *inputs: Array | None, **attributes: Any) -> tuple[Array, Array]:
+        return causal_conv_with_state(*inputs, **attributes)  # type: ignore[arg-type]
