@@ -519,4 +519,4 @@ def test_the_import_names_the_extra_if_dask_is_not_installed(monkeypatch: pytest
 
 
 def test_its_examples_run() -> None:
-    assert doctest.testmod(bridge) == (0, 9)
+    assert doctest.testmod(bridge) == (0, 16)

@@ -219,6 +219,11 @@ LINEAR_ATTENTION: dict[str, dict[str, str]] = {
     "torch.linear_attention": _IN_TENSORS,
     "torch.causal_conv": _IN_TENSORS
     | dict.fromkeys(("seq_lengths", "cu_seqlens"), "call it for each sequence: gradients are of one at a time"),
+    "dask.linear_attention": {
+        "layout": _HEADS_FIRST.format("x.swapaxes(1, 2)"),
+        "cu_seqlens": "packed sequences have no batch to chunk: pad them, with seq_lengths",
+        **dict.fromkeys(("state_out", "out"), "the result is computed later"),
+    },
     "onnx.linear_attention": {
         "state": "the operator calls it past_state",
         "layout": "the arrays are (B, T, heads * width)",

@@ -191,7 +191,7 @@ INTEGRATIONS = {
     "transformers": "AttentionMask register set_attn_implementation",
     "jax": "dot_product_attention",
     "keras": "use_cattn",
-    "dask": "attention",
+    "dask": "attention linear_attention",
     "onnx": "Attention AttentionOutputs CausalConvWithState LinearAttention attention causal_conv_with_state "
     "linear_attention",
 }

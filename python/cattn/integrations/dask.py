@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
@@ -31,7 +32,7 @@ from cattn._input.objects import (
     split_blocks,
     split_scale,
 )
-from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
+from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, LinearAttentionOutput, Window
 from cattn.random import draw_seed
 
 try:
@@ -41,7 +42,7 @@ try:
 except ImportError as error:
     raise ImportError("cattn.integrations.dask needs dask: pip install 'cattn[dask]'") from error
 
-__all__ = ["attention"]
+__all__ = ["attention", "linear_attention"]
 __dir__ = public_names(globals())
 
 da: Any = dask.array  # its functions have no types
@@ -503,19 +504,15 @@ class _Problem:
         names = [(name, operand.array.name) for name, operand in self.operands.items()]
         token = tokenize(names, self.shape, *ranges, scores, seed, self.num_threads)
         graph: dict[Any, Any] = {}
-        results: list[tuple[str, dict[Any, Any]]] = [(f"cattn-{name}-{token}", {}) for name in ("attention", "lse")]
+        layers: list[dict[Any, Any]] = [{}, {}]
         for at in itertools.product(*map(range, map(len, [*self.lead, self.rows]))):
             part = self._add_row(graph, token, at, ranges, scores, seed)
-            for field, (name, layer) in enumerate(results):
+            for field, layer in enumerate(layers):
                 index = (*at, 0) if field == 0 else at
-                layer[(name, *index)] = (functools.partial(_finish, field=field, dtype=self.dtypes[field]), part)
-        parts = f"cattn-parts-{token}"
-        shared = HighLevelGraph.from_collections(parts, graph, dependencies=[x.array for x in self.operands.values()])
-        arrays = []
-        for field, (name, layer) in enumerate(results):
-            whole = HighLevelGraph({**shared.layers, name: layer}, {**shared.dependencies, name: {parts}})
-            arrays.append(da.Array(whole, name, sizes[field], dtype=self.dtypes[field]))
-        return arrays
+                layer[index] = (functools.partial(_finish, field=field, dtype=self.dtypes[field]), part)
+        results = [f"cattn-{name}-{token}" for name in ("attention", "lse")]
+        fields = list(zip(results, layers, sizes, self.dtypes, strict=True))
+        return _over_one_graph(f"cattn-parts-{token}", graph, self.operands, fields)
 
     def _add_row(
         self, graph: dict[Any, Any], token: str, at: tuple[int, ...], ranges: _Ranges, scores: dict[str, Any],
@@ -547,6 +544,17 @@ class _Problem:
             task = functools.partial(_attend, names=names, **scores, **options)
             graph[parts[-1]] = (task, *(self._at(name, lead, i, j) for name in names))
         return _add_tree(graph, f"cattn-merge-{token}", at, parts)
+
+
+def _over_one_graph(parts: str, graph: dict[Any, Any], operands: dict[str, Operand], fields: list[Any]) -> list[Any]:
+    """Return dask arrays of the parts of a graph: a field has a name, the task of each block, chunks and a dtype."""
+    shared = HighLevelGraph.from_collections(parts, graph, dependencies=[x.array for x in operands.values()])
+    arrays = []
+    for name, tasks, chunks, dtype in fields:
+        layer = {(name, *index): task for index, task in tasks.items()}
+        whole = HighLevelGraph({**shared.layers, name: layer}, {**shared.dependencies, name: {parts}})
+        arrays.append(da.Array(whole, name, chunks, dtype=dtype))
+    return arrays
 
 
 def _add_tree(graph: dict[Any, Any], name: str, at: tuple[int, ...], parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -647,3 +655,131 @@ def add_blocks(attn_mask: Any, block_mask: Any, size: int, query: Any, key: Any)
     if attn_mask is None:
         return blocks
     return attn_mask & blocks if attn_mask.dtype == bool else da.where(blocks, attn_mask, attn_mask.dtype.type(-np.inf))
+
+
+# ---- linear attention ------------------------------------------------------------------------------------------------
+@with_hints
+def linear_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    state: Any = None,
+    scale: float | None = None,
+    seq_lengths: ArrayLike | None = None,
+    return_state: bool = False,
+    num_threads: int = 1,
+) -> Any:
+    """Build linear attention of dask arrays that are chunked along batch and heads: `cattn.linear_attention`.
+
+    Parameters
+    ----------
+    query, key, value : dask.array.Array or array_like
+        As for `cattn.linear_attention`. All tokens must be in one chunk, because a state needs them in order.
+    decay, beta, state : dask.array.Array or array_like, optional
+        As for `cattn.linear_attention`.
+    scale : float, optional
+        Default 1 / sqrt(d_k).
+    seq_lengths : int or array_like of int, optional
+        The number of valid tokens of each batch entry; no dask array.
+    return_state : bool
+        Also return the state after the last token.
+    num_threads : int
+        Number of cattn's threads in each task.
+
+    Returns
+    -------
+    dask.array.Array or LinearAttentionOutput
+        The bits of one call of the whole arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `cattn.linear_attention`, at once; also for several chunks of tokens.
+
+    Examples
+    --------
+    >>> import dask.array
+    >>> import numpy as np
+    >>> import cattn
+    >>> from cattn.integrations.dask import linear_attention
+    >>> x = np.random.default_rng(0).standard_normal((4, 2, 6, 3))
+    >>> chunked = dask.array.from_array(x, chunks=(2, 1, 6, 3))
+    >>> bool((linear_attention(chunked, chunked, chunked) == cattn.linear_attention(x, x, x)).all().compute())
+    True
+    """
+    given = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta, "state": state}
+    arrays = {name: _as_dask(x, name) for name, x in given.items() if x is not None}
+    nd = max(arrays[name].ndim for name in ("query", "key", "value", "state") if name in arrays)
+    # the axes after batch and heads: tokens or rows, and numbers
+    axes = {name: 1 + (name not in ("decay", "beta") or x.ndim == nd) for name, x in arrays.items()}
+    stands, sizes = {name: _stand_in(x) for name, x in arrays.items()}, arrays["query"].shape[-2:-1]
+    for name, x in arrays.items():
+        axis = x.ndim - axes[name]
+        if name == "state" or axis < 0:
+            continue
+        if x.numblocks[axis] > 1:
+            raise ValueError(f"{name} has {x.numblocks[axis]} chunks of tokens, of which a state needs all in order: "
+                             f"pass {name}.rechunk({{{axis}: -1}})")  # fmt: skip
+        if x.shape[axis] not in (*sizes, *[1] * (name in ("decay", "beta"))):
+            raise ValueError(f"{name} has {x.shape[axis]} tokens, query has {sizes[0]}")
+        stands[name] = stands[name].take([], axis)
+    like = cattn.linear_attention(**stands, scale=scale)  # checks the arguments of a call without tokens
+    options = {"scale": scale, "num_threads": as_size(num_threads, "num_threads", maximum=2**31 - 1)}
+    lengths = None if seq_lengths is None else as_integers(seq_lengths, "seq_lengths", 0, sizes[0])
+    shape = (*like.shape[:-2], *sizes, like.shape[-1])
+    results = _build_states(arrays, axes, shape, like.dtype, lengths, options)
+    return LinearAttentionOutput(*results) if return_state else results[0]
+
+
+def _build_states(
+    arrays: dict[str, Any], axes: dict[str, int], shape: tuple[int, ...], dtype: Any, lengths: Any,
+    options: dict[str, Any],
+) -> list[Any]:  # fmt: skip
+    """Return the output and the states as dask arrays: a task for each chunk of batch and heads."""
+    lead, has_heads, last = shape[:-2], len(shape) > 3, (arrays["query"].shape[-1], shape[-1])
+    inputs = [_with_dims(arrays[name], len(shape)) for name in ("query", "key", "value")]
+    intervals, group = [batch_intervals(n, inputs, axis) for axis, n in enumerate(lead)], 1
+    if has_heads and lead[-1]:  # a chunk has whole groups of the heads of each array
+        n, n_states = lead[-1], max(x.shape[-3] for x in inputs[1:])
+        group = n // n_states
+        unit = n // math.gcd(n_states, *(x.shape[-3] for x in inputs if x.shape[-3] > 1))
+        ends = [n // x.shape[-3] * end for x in inputs for end in itertools.accumulate(x.chunks[-3])]
+        intervals[-1] = _split_at({n, *(end for end in ends if end % unit == 0)})
+    operands = {}
+    for name, x in arrays.items():
+        first = last[0] if name == "state" else shape[-2]
+        whole = [*intervals, [(0, first)], intervals_of(x.shape[-1:])][: len(lead) + axes[name]]
+        operands[name] = Operand(_with_dims(x, len(whole)), whole)
+    chunks = [tuple(b - a for a, b in axis) or (0,) for axis in intervals]
+    of_states = [*chunks[:-1], tuple(n // group for n in chunks[-1])] if has_heads else chunks
+    sizes = [(*chunks, shape[-2:-1], last[1:]), (*of_states, last[:1], last[1:])]
+    dtypes = (dtype, np.float64 if dtype == np.float64 else np.float32)
+    if 0 in lead:
+        return [da.zeros([sum(n) for n in size], dtype=d, chunks=size) for size, d in zip(sizes, dtypes, strict=True)]
+    if lengths is not None:
+        lengths = np.broadcast_to(lengths, lead[:-1] if has_heads else lead)
+    token = tokenize([(name, x.array.name) for name, x in operands.items()], lengths, options)
+    graph: dict[Any, Any] = {}
+    fields: list[dict[Any, Any]] = [{}, {}]
+    for at in itertools.product(*map(range, map(len, intervals))):
+        where = tuple(slice(*axis[i]) for axis, i in zip(intervals, at, strict=True))
+        own = None if lengths is None else lengths[where[: lengths.ndim]]
+        task = functools.partial(_follow, names=list(operands), seq_lengths=own, **options)
+        part = (f"cattn-states-{token}", *at)
+        graph[part] = (task, *(x.at([*at, *[0] * axes[name]]) for name, x in operands.items()))
+        for i, field in enumerate(fields):
+            field[(*at, 0, 0)] = (operator.itemgetter(i), part)
+    names = [f"cattn-{name}-{token}" for name in ("linear-attention", "state")]
+    return _over_one_graph(
+        f"cattn-states-{token}", graph, operands, list(zip(names, fields, sizes, dtypes, strict=True))
+    )
+
+
+def _follow(*chunks: NDArray[Any], names: Sequence[str], num_threads: int, **options: Any) -> tuple[Any, ...]:
+    """Compute the output and the states of one chunk."""
+    function: Any = cattn.linear_attention  # its overloads do not see through **options
+    with cattn.num_threads(num_threads):
+        return tuple(function(**dict(zip(names, chunks, strict=True)), return_state=True, **options))
