@@ -18,7 +18,7 @@ from transformers import masking_utils  # noqa: E402
 
 from cattn.integrations import _eager_attention  # noqa: E402
 from cattn.integrations import transformers as backend  # noqa: E402
-from support.hf_models import MODELS, SHORT, VOCABULARY, Model  # noqa: E402  # noqa: E402
+from support.hf_models import MODELS, RECURRENT, SHORT, VOCABULARY, Model  # noqa: E402
 
 backend.register()
 
@@ -39,7 +39,7 @@ def each(argument: str, short: dict[str, tuple[Any, ...]], values: tuple[Any, ..
 def make(name: str, **sizes: Any) -> Any:
     """Return a tiny random model in evaluation mode."""
     torch.manual_seed(0)
-    model = MODELS[name]
+    model = (MODELS | RECURRENT)[name]
     config = getattr(transformers, model.config)(**model.sizes | sizes)
     module = getattr(transformers, model.model)(config).eval()
     with torch.no_grad():

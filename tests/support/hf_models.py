@@ -149,6 +149,24 @@ MODELS = {
     "siglip": Model("SiglipModel", "SiglipConfig", _TOWERS, "two towers"),
 }  # fmt: skip
 
+# Families of which some layers have a state instead of keys and values.
+_STATES = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_SHARED = _EXPERTS | _STATES | {"num_experts": 4, "shared_expert_intermediate_size": 24}
+RECURRENT = {
+    "qwen3_next": _decoder("Qwen3Next", _SHARED),
+    "qwen3_5": Model("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _GROUPED | _STATES, "decoder"),
+    "qwen3_5_moe": Model("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _SHARED, "decoder"),
+    "kimi_linear": _decoder("KimiLinear", _WIDE | {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 6,
+        "linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "layer_types": _STATES["layer_types"], "mlp_layer_types": ["dense", "sparse"],
+    }),
+    "olmo_hybrid": _decoder("OlmoHybrid", _WIDE | _STATES | {"num_key_value_heads": 2, "linear_num_key_heads": 4}),
+}  # fmt: skip
+
 # For every run of the tests: each option of attention, and each kind of model.
 SHORT = ("llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "minimax_m3", "doge",
          "inkling2", "bert", "t5", "whisper")  # fmt: skip

@@ -26,6 +26,7 @@ from ... import _cattn
 from ...functional import linear
 from ._attention import ComputeDType, attend_at_once, read_compute_dtype, scaled_dot_product_attention
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses, notices
+from ._recurrent import recurrent_layers
 from ._tensors import DTYPES, as_array, as_plain, as_tensor, is_causal_bias, is_plain, is_traced, run_uncompiled
 
 # A smaller weight is left to PyTorch, whose calls take less time. The number of rows does not count: bits would depend
@@ -606,6 +607,7 @@ def _swapped(compute_dtype: ComputeDType) -> Iterator[Seen]:
     seen = Seen()
     _swap.begin(seen, read_compute_dtype(compute_dtype))
     try:
-        yield seen
+        with recurrent_layers():
+            yield seen
     finally:
         _swap.end(seen)

@@ -1,0 +1,138 @@
+"""Families of transformers with linear attention: eager's numbers, and one text has the same bits however it is cut."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+if not hasattr(torch.library, "get_kernel"):
+    pytest.skip("batch_invariant needs PyTorch 2.9", allow_module_level=True)
+
+from test_transformers import GRADIENTS, LOGITS, make, padding  # noqa: E402
+from test_transformers_bits import pad  # noqa: E402
+
+from cattn.integrations.torch import batch_invariant, use_cattn  # noqa: E402
+from support.hf_models import RECURRENT, VOCABULARY  # noqa: E402
+
+_generator = torch.Generator().manual_seed(1)
+TEXTS = [torch.randint(3, VOCABULARY, (n,), generator=_generator) for n in (5, 17, 11)]
+RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+each = pytest.mark.parametrize("name", RECURRENT)
+
+
+def family(model: Any) -> Any:
+    return sys.modules[type(model).__module__]
+
+
+def layer_of(model: Any) -> Any:
+    return next(x for x in model.modules() if hasattr(x, "conv_kernel_size") or hasattr(x, "q_conv1d"))
+
+
+def logits_and_gradients(model: Any) -> tuple[Any, dict[str, Any]]:
+    mask = padding("left")
+    ids = torch.randint(3, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    found = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    (found * torch.randn(found.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    return found.detach(), {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.promise("transformers")
+@each
+def test_outputs_and_gradients_are_those_of_the_family(name: str) -> None:
+    model = make(name)
+    module = family(model)
+    before = dict(vars(module))
+    logits, gradients = logits_and_gradients(model)
+    with use_cattn():
+        rule = next(rule for rule in RULES if rule in before)
+        assert vars(module)[rule] is not before[rule]
+        found, ours = logits_and_gradients(model)
+    assert dict(vars(module)) == before
+    assert (found - logits).abs().max() <= 3 * LOGITS * max(1, logits.abs().max())
+    assert set(ours) == set(gradients)
+    largest = max(grad.abs().max() for grad in gradients.values())
+    for key, grad in gradients.items():
+        assert (grad - ours[key]).abs().max() <= 3 * GRADIENTS * largest, key
+
+
+@pytest.mark.promise("transformers")
+@each
+def test_greedy_tokens_of_padded_prompts_are_those_of_the_family(name: str) -> None:
+    model = make(name)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    theirs = model.generate(**pad(TEXTS, "left"), **options)
+    with use_cattn():
+        assert torch.equal(model.generate(**pad(TEXTS, "left"), **options), theirs)
+
+
+def cut(model: Any, text: Any, sizes: list[int]) -> Any:
+    """Return the logits of a text that is given to the model in pieces."""
+    cache, found = transformers.DynamicCache(config=model.config), []
+    for piece in text.split(sizes):
+        found.append(model(input_ids=piece[None], cache=cache, use_cache=True).logits[0])
+    return torch.cat(found)
+
+
+@pytest.mark.promise("projections' bits")
+@each
+def test_bits_do_not_depend_on_the_batch_nor_on_where_a_text_is_cut(name: str) -> None:
+    model = make(name)
+    model.set_attn_implementation("cattn")
+    with torch.inference_mode(), batch_invariant() as seen:
+        alone = [model(input_ids=text[None]).logits[0] for text in TEXTS]
+        for side in ("left", "right"):
+            inputs = pad(TEXTS, side)
+            mask = inputs["attention_mask"]
+            batch = model(**inputs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+            for row, own, logits in zip(batch, mask.bool(), alone, strict=True):
+                assert torch.equal(row[own], logits), side
+        text = TEXTS[1]
+        for sizes in ([1] * len(text), [3, 1, 13], [12, 5]):
+            assert torch.equal(cut(model, text, sizes), alone[1]), sizes
+    assert (seen.passed_on, seen.products_passed_on) == (0, 0)
+
+
+@each
+def test_packed_sequences_are_apart(name: str) -> None:
+    """transformers itself refuses them without another package, or mixes them."""
+    layer = layer_of(make(name))
+    hidden = [torch.randn(1, n, 32, generator=_generator) for n in (5, 9)]
+    packed, bounds = torch.cat(hidden, 1), torch.tensor([0, 5, 14], dtype=torch.int32)
+    with torch.no_grad(), batch_invariant():
+        found = layer(packed, cu_seq_lens_q=bounds)
+        assert torch.equal(found, torch.cat([layer(x) for x in hidden], 1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_the_layer_has_the_same_bits_alone_in_a_batch_and_in_pieces(name: str) -> None:
+    """Also with gradients, and outside batch_invariant with the projections that cattn does not compute left out."""
+    module = family(make(name))
+    rule = next(vars(module)[rule] for rule in RULES if rule in vars(module))
+    step = {True: "recurrent_kimi_delta_attention", False: "torch_recurrent_gated_delta_rule"}[name == "kimi_linear"]
+    shapes = [(3, 20, 4, 8)] * 3 + [(3, 20, 4, 8) if name == "kimi_linear" else (3, 20, 4), (3, 20, 4)]
+    inputs = [torch.randn(shape, generator=_generator) for shape in shapes]
+    inputs[3], inputs[4] = -inputs[3].abs(), inputs[4].sigmoid()
+    options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": False}
+    want, last = rule(*inputs, **options)
+    with use_cattn():
+        ours, stepped = (getattr(module, x) for x in (rule.__name__, step))
+        out, state = ours(*inputs, **options)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-5)
+        followed = [x.clone().requires_grad_() for x in inputs]
+        assert torch.equal(ours(*followed, **options)[0], out)
+        row = [x[1:2] for x in inputs]
+        first, now = ours(*(x[:, :7] for x in row), **options)
+        parts = [first]
+        memory = now.data_ptr()
+        for t in range(7, 20):
+            part, now = stepped(*(x[:, t : t + 1] for x in row), initial_state=now, **options)
+            parts.append(part)
+        assert now.data_ptr() == memory  # decoding updates the state in place
+        assert torch.equal(torch.cat(parts, 1), out[1:2])
+        assert torch.equal(now, state[1:2])
