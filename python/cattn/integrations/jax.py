@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,6 +27,14 @@ from ._jax_linear import Arrays
 
 __all__ = ["dot_product_attention"]
 __dir__ = public_names(globals())
+
+
+def __getattr__(name: str) -> NoReturn:
+    where = (
+        ": call cattn.linear_attention on arrays, under jit by jax.pure_callback" if name == "linear_attention" else ""
+    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
+
 
 jax.tree_util.register_pytree_node(
     Quantized, lambda pair: (tuple(pair), None), lambda _, leaves: Quantized._of_leaves(*leaves)
