@@ -92,7 +92,7 @@ static bool parse(struct call *call, PyObject *const *args, PyObject *grad_out, 
                                        grad_state};
     if (!take_layout(call, args[LINEAR_ATTENTION_layout]) || !take_arrays(call, given, stored_names) ||
         !take_edges(call, args[LINEAR_ATTENTION_cu_seqlens], args[LINEAR_ATTENTION_seq_lengths]) ||
-        !freeze(call, frozen) || !cattn_check_linear_attention(cattn_python, frozen, &call->shape, params))
+        !freeze(call, frozen) || !cattn_check_linear_sizes(cattn_python, frozen, &call->shape, params))
         return false;
     if (params->edges != NULL && params->edges[call->edges.n_sequences] != params->seqlen)
         return cattn_raise(PyExc_ValueError, "query: the array changed while the call read cu_seqlens");

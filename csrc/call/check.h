@@ -148,8 +148,8 @@ struct cattn_linear_shape {
 void cattn_linear_view(const struct cattn_linear_shape *shape, struct cattn_array *array, struct cattn_tensor *view);
 /* inputs: without data where there is none. Fills in the sizes, heads, batch and views of `params`, which is cleared,
  * but for out and state_out. */
-bool cattn_check_linear_attention(const struct cattn_door *door, struct cattn_array *inputs,
-                                  struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params);
+bool cattn_check_linear_sizes(const struct cattn_door *door, struct cattn_array *inputs,
+                              struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params);
 
 /* ---- numbers ---- */
 

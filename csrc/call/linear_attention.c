@@ -186,8 +186,8 @@ static bool check_options(const struct cattn_door *door, const struct cattn_arra
                                                                       shape->state_dims, "the states' shape", "");
 }
 
-bool cattn_check_linear_attention(const struct cattn_door *door, struct cattn_array *inputs,
-                                  struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params) {
+bool cattn_check_linear_sizes(const struct cattn_door *door, struct cattn_array *inputs,
+                              struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params) {
     struct cattn_tensor *const views[N_LINEAR_INPUTS] = {&params->query, &params->key,  &params->value,
                                                          &params->decay, &params->beta, &params->state};
     if (!settle_axes(door, inputs, shape, params) || !check_tokens(door, inputs, params) ||
