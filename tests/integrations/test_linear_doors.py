@@ -222,3 +222,14 @@ def test_dask_names_chunks_of_tokens_and_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="key has d_k 2, query has 3"):
         linear_attention(whole, whole[..., :2], whole)
     assert linear_attention(whole[:0], whole[:0], whole[:0]).compute().shape == (0, 2, 6, 3)
+
+
+def test_jax_says_what_to_call_instead() -> None:
+    pytest.importorskip("jax")
+    door: Any = importlib.import_module("cattn.integrations.jax")
+    with pytest.raises(
+        AttributeError, match=r"'linear_attention': call cattn\.linear_attention on arrays, under jit by"
+    ):
+        _ = door.linear_attention
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        _ = door.nothing
