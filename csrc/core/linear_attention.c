@@ -149,10 +149,9 @@ static size_t carve_gradient(const struct gradient_job *job, void *memory, size_
     g->forward.tokens =
         cattn_carve(&arena, (size_t)(CATTN_STATE_NUMBERS(p->d_k, n_queries, p->decay_by_row) + CATTN_PAD) * element);
     g->grad_strip = cattn_carve(&arena, strip);
-    g->history = cattn_carve(&arena, kept * CATTN_STATE_TOKENS * strip);
+    g->history = cattn_carve(&arena, kept * CATTN_STATE_HISTORY * element);
     g->checkpoints = cattn_carve(&arena, kept * blocks * strip);
     g->columns = cattn_carve(&arena, (size_t)CATTN_STATE_COLUMN_NUMBERS(p->d_v, n_queries) * element);
-    g->grad_out_vectors = cattn_carve(&arena, (size_t)(CATTN_STRIP_COLUMNS * n_queries) * element);
     return arena.used;
 }
 

@@ -484,10 +484,11 @@ struct cattn_state_gradient {
     struct cattn_strided grad_decay, grad_beta; /* one number for a token; or absent */
     struct cattn_strided residual;              /* [token][d_v], written by gradient_columns */
     struct cattn_strided decay_rows;            /* [token][d_k]: the gradient of the decay of each row; or absent */
-    /* scratch: a strip; CATTN_STATE_TOKENS strips, and one for each block of tokens, if there are decay_rows;
-     * CATTN_STATE_COLUMN_NUMBERS numbers; CATTN_STRIP_COLUMNS numbers for each query */
-    void *grad_strip, *history, *checkpoints, *columns, *grad_out_vectors;
+    /* scratch: a strip; if there are decay_rows, CATTN_STATE_HISTORY numbers and a strip for each block of tokens;
+     * CATTN_STATE_COLUMN_NUMBERS numbers */
+    void *grad_strip, *history, *checkpoints, *columns;
 };
+#define CATTN_STATE_HISTORY (CATTN_STATE_TOKENS * CATTN_CHAIN_TERMS * CATTN_STRIP_ROWS)
 #define CATTN_STATE_COLUMN_NUMBERS(d_v, n_queries) (CATTN_STATE_TOKENS * (d_v) * (2 + (n_queries)))
 
 /* C[i][j] = the sum over d of A[i][d] * B[j][d], plus a bias: a task's part of a product of two matrices. A driver

@@ -13,7 +13,8 @@
  *     grad_q = scale * S grad_out;  grad_k = G u + S~ grad_retrieved;  grad_decay = the sum of G * S~ after G += ...
  *
  * with S~ the decayed state before the update. `gradient_rows` computes them from a forward pass, which keeps the state
- * before each block of tokens, and then from the last block to the first, with all states of a block.
+ * before each block of tokens, and then from the last block to the first, with the states of a block again, a chain of
+ * columns at a time.
  */
 
 /* Vectors of rows that are computed together. */
@@ -74,41 +75,67 @@ INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column,
     }
 }
 
-/* One token of a block: what is pending of the token after it, its own queries, and the sums by its key. */
-INLINE void step_back(real *state, const struct cattn_state_columns *s, const struct token_block *b, int t, int w,
-                      bool pending, bool retrieves, const vf *grad_retrieved, const vf *grad_out, vf *grad_update) {
-    const int64_t d_k = s->d_k;
-    const real *key = b->key + (1 + t) * d_k, *query = b->query + t * d_k;
-    const real *last_key = b->key + (2 + t) * d_k, *last_factor = b->factor + (2 + t) * d_k;
-    const vf number = vf_set1(pending ? b->number[2 + t] : 1);
-    UNROLLED(j, w)
-        grad_update[j] = vf_set1(0);
+/* What a step back reads of a token, and of the token after it, whose update is pending. */
+struct step_back {
+    const real *query, *key, *last_key, *last_factor;
+    real last_number;
+    const vf *grad_retrieved, *grad_out; /* of the token after it; of this query */
+};
+
+/* Applies what is pending, adds the gradient from one query, and sums over the rows by the key. */
+INLINE void run_step_back(real *state, const struct step_back *step, int64_t d_k, int w, bool pending, bool retrieves,
+                          bool by_row, vf *grad_update) {
+    const vf number = vf_set1(step->last_number);
+    vf grad_retrieved[STRIP], grad_out[STRIP], sum[STRIP];
+    UNROLLED(j, w) {
+        grad_retrieved[j] = step->grad_retrieved[j];
+        grad_out[j] = step->grad_out[j];
+        sum[j] = vf_set1(0);
+    }
     for (int64_t begin = 0; begin < d_k; begin += CATTN_CHAIN_TERMS) {
         const int64_t end = min64(begin + CATTN_CHAIN_TERMS, d_k);
         vf chain[STRIP];
         UNROLLED(j, w)
             chain[j] = vf_set1(0);
         for (int64_t i = begin; i < end; i++) {
-            const vf last = vf_set1(pending ? last_key[i] : 0);
-            const vf decay = pending && s->decay_by_row ? vf_set1(last_factor[i]) : number;
+            const vf key = vf_set1(step->key[i]), query = vf_set1(step->query[i]);
+            const vf last = vf_set1(pending && retrieves ? step->last_key[i] : 0);
+            const vf decay = pending && by_row ? vf_set1(step->last_factor[i]) : number;
+            real *row = state + i * w * LANES;
             UNROLLED(j, w) {
-                vf x = vf_loadu(state + (i * w + j) * LANES);
+                vf x = vf_loadu(row + j * LANES);
                 if (pending && retrieves)
                     x = vf_fma(last, grad_retrieved[j], x);
                 if (pending)
                     x = x * decay;
-                x = vf_fma(vf_set1(query[i]), grad_out[j], x);
-                for (int64_t h = 1; h < s->n_queries; h++)
-                    x = vf_fma(vf_set1(query[h * CATTN_STATE_TOKENS * d_k + i]),
-                               vf_loadu((const real *)(grad_out + h * STRIP + j)), x);
-                vf_storeu(state + (i * w + j) * LANES, x);
-                chain[j] = vf_fma(x, vf_set1(key[i]), chain[j]);
+                x = vf_fma(query, grad_out[j], x);
+                vf_storeu(row + j * LANES, x);
+                chain[j] = vf_fma(x, key, chain[j]);
             }
         }
         UNROLLED(j, w)
-            grad_update[j] = grad_update[j] + chain[j];
+            sum[j] = sum[j] + chain[j];
     }
+    UNROLLED(j, w)
+        grad_update[j] = sum[j];
 }
+
+typedef void step_back_function(real *state, const struct step_back *step, int64_t d_k, bool pending, vf *grad_update);
+#define STEP_BACK(name, w, retrieves, by_row)                                                                          \
+    NOINLINE void name(real *state, const struct step_back *step, int64_t d_k, bool pending, vf *grad_update) {        \
+        if (pending)                                                                                                   \
+            run_step_back(state, step, d_k, w, true, retrieves, by_row, grad_update);                                  \
+        else                                                                                                           \
+            run_step_back(state, step, d_k, w, false, retrieves, by_row, grad_update);                                 \
+    }
+STEP_BACK(back_linear, STRIP, false, false)
+STEP_BACK(back_delta, STRIP, true, false)
+STEP_BACK(back_by_row, STRIP, false, true)
+STEP_BACK(back_delta_by_row, STRIP, true, true)
+STEP_BACK(narrow_back_linear, 1, false, false)
+STEP_BACK(narrow_back_delta, 1, true, false)
+STEP_BACK(narrow_back_by_row, 1, false, true)
+STEP_BACK(narrow_back_delta_by_row, 1, true, true)
 
 /* What is pending of the first token of a block. */
 INLINE void settle_back(real *state, const struct cattn_state_columns *s, const struct token_block *b, int w,
@@ -124,21 +151,6 @@ INLINE void settle_back(real *state, const struct cattn_state_columns *s, const 
         }
     }
 }
-
-#define STEP_BACK(name, w, retrieves)                                                                                  \
-    NOINLINE void name(real *state, const struct cattn_state_columns *s, const struct token_block *b, int t,           \
-                       bool pending, const vf *grad_retrieved, const vf *grad_out, vf *grad_update) {                  \
-        if (pending)                                                                                                   \
-            step_back(state, s, b, t, w, true, retrieves, grad_retrieved, grad_out, grad_update);                      \
-        else                                                                                                           \
-            step_back(state, s, b, t, w, false, retrieves, grad_retrieved, grad_out, grad_update);                     \
-    }
-typedef void step_back_function(real *state, const struct cattn_state_columns *s, const struct token_block *b, int t,
-                                bool pending, const vf *grad_retrieved, const vf *grad_out, vf *grad_update);
-STEP_BACK(step_back_plain, STRIP, false)
-STEP_BACK(step_back_delta, STRIP, true)
-STEP_BACK(step_back_narrow, 1, false)
-STEP_BACK(step_back_narrow_delta, 1, true)
 
 INLINE void copy_strip(const struct cattn_strided *from, const struct cattn_strided *to, real *strip, int64_t n_rows,
                        int64_t column, int n_columns, int w) {
@@ -162,8 +174,7 @@ INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t colum
     const struct cattn_state_columns *s = &g->forward;
     struct token_block b = token_block(s);
     real *const state = s->strip;
-    vf *const grad_out = g->grad_out_vectors;
-    vf grad_retrieved[STRIP], grad_update[STRIP];
+    vf grad_retrieved[STRIP], grad_out[STRIP], grad_update[STRIP];
     UNROLLED(j, w)
         grad_retrieved[j] = vf_set1(0);
     copy_strip(&g->grad_final, NULL, state, s->d_k, column, n_columns, w);
@@ -173,16 +184,23 @@ INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t colum
         read_rows(s, &b, token, n);
         scale_queries(s, &b);
         for (int t = n - 1; t >= 0; t--) {
-            for (int64_t h = 0; h < s->n_queries; h++)
+            for (int64_t h = 0; h < s->n_queries; h++) {
+                const struct step_back args = {b.query + (h * CATTN_STATE_TOKENS + t) * s->d_k,
+                                               b.key + (1 + t) * s->d_k,
+                                               b.key + (2 + t) * s->d_k,
+                                               b.factor + (2 + t) * s->d_k,
+                                               t < n - 1 ? b.number[2 + t] : 1,
+                                               grad_retrieved,
+                                               grad_out};
                 UNROLLED(j, w) {
                     const int lanes = columns_from(n_columns, j);
-                    vf v = vf_set1(0);
+                    grad_out[j] = vf_set1(0);
                     if (lanes > 0)
-                        v = load_stored(s->storage, grad_out_of(g, h, token + t),
-                                        (column + j * LANES) * g->grad_out.col, g->grad_out.col, lanes);
-                    vf_storeu((real *)(grad_out + h * STRIP + j), v);
+                        grad_out[j] = load_stored(s->storage, grad_out_of(g, h, token + t),
+                                                  (column + j * LANES) * g->grad_out.col, g->grad_out.col, lanes);
                 }
-            step(state, s, &b, t, t < n - 1, grad_retrieved, grad_out, grad_update);
+                step(state, &args, s->d_k, t < n - 1 && h == 0, grad_update); /* the last query has the sums */
+            }
             UNROLLED(j, w) {
                 const int lanes = columns_from(n_columns, j);
                 grad_retrieved[j] = vf_set1(0) - vf_set1(beta_of(s, token + t)) * grad_update[j];
@@ -197,6 +215,9 @@ INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t colum
 
 static void gradient_columns(const struct cattn_state_gradient *g) {
     static pass_function *const passes[2][2] = {{narrow_delta, narrow_delta_by_row}, {pass_delta, pass_delta_by_row}};
+    static step_back_function *const steps[2][2] = {{back_linear, back_delta}, {back_by_row, back_delta_by_row}};
+    static step_back_function *const narrow[2][2] = {{narrow_back_linear, narrow_back_delta},
+                                                     {narrow_back_by_row, narrow_back_delta_by_row}};
     const struct cattn_state_columns *s = &g->forward;
     const bool retrieves = s->beta.data != NULL;
     for (int64_t c = g->begin; c < g->end && !stops(&s->stop); c += STRIP * LANES) {
@@ -204,10 +225,10 @@ static void gradient_columns(const struct cattn_state_gradient *g) {
         pass_function *pass = retrieves ? passes[n_columns > LANES][s->decay_by_row] : NULL;
         if (n_columns > LANES) {
             find_residuals(g, c, n_columns, STRIP, pass);
-            run_columns_back(g, c, n_columns, STRIP, retrieves ? step_back_delta : step_back_plain);
+            run_columns_back(g, c, n_columns, STRIP, steps[s->decay_by_row][retrieves]);
         } else {
             find_residuals(g, c, n_columns, 1, pass);
-            run_columns_back(g, c, n_columns, 1, retrieves ? step_back_narrow_delta : step_back_narrow);
+            run_columns_back(g, c, n_columns, 1, narrow[s->decay_by_row][retrieves]);
         }
     }
 }
@@ -269,9 +290,9 @@ INLINE void load_factors(const struct cattn_state_columns *s, const struct token
             v[j] = vf_set1(b->number[1 + t]);
 }
 
-/* One token forward over the transposed state. `history`, if it is not NULL, receives the state before it. */
-NOINLINE void step_rows(real *state, real *history, int64_t d_v, const vf *key, const vf *factor, const real *update,
-                        const real *grad_retrieved, const real *grad_out, vf *of_retrieved, vf *of_read) {
+/* One token forward over the transposed state, with the sums over its columns. */
+INLINE void run_step_rows(real *state, int64_t d_v, bool retrieves, const vf *key, const vf *factor, const real *update,
+                          const real *grad_retrieved, const real *grad_out, vf *of_retrieved, vf *of_read) {
     UNROLLED(j, ROW_STRIP)
         of_retrieved[j] = of_read[j] = vf_set1(0);
     for (int64_t begin = 0; begin < d_v; begin += CATTN_CHAIN_TERMS) {
@@ -279,23 +300,36 @@ NOINLINE void step_rows(real *state, real *history, int64_t d_v, const vf *key, 
         vf retrieved[ROW_STRIP], read[ROW_STRIP];
         UNROLLED(j, ROW_STRIP)
             retrieved[j] = read[j] = vf_set1(0);
-        for (int64_t c = begin; c < end; c++)
+        for (int64_t c = begin; c < end; c++) {
+            const vf u = vf_set1(update[c]), r = vf_set1(retrieves ? grad_retrieved[c] : 0), g = vf_set1(grad_out[c]);
             UNROLLED(j, ROW_STRIP) {
                 const int64_t at = (c * ROW_STRIP + j) * LANES;
-                vf x = vf_loadu(state + at);
-                if (history)
-                    vf_storeu(history + at, x);
-                x = x * factor[j];
-                retrieved[j] = vf_fma(x, vf_set1(grad_retrieved[c]), retrieved[j]);
-                x = vf_fma(key[j], vf_set1(update[c]), x);
+                vf x = vf_loadu(state + at) * factor[j];
+                if (retrieves)
+                    retrieved[j] = vf_fma(x, r, retrieved[j]);
+                x = vf_fma(key[j], u, x);
                 vf_storeu(state + at, x);
-                read[j] = vf_fma(x, vf_set1(grad_out[c]), read[j]);
+                read[j] = vf_fma(x, g, read[j]);
             }
+        }
         UNROLLED(j, ROW_STRIP) {
             of_retrieved[j] = of_retrieved[j] + retrieved[j];
             of_read[j] = of_read[j] + read[j];
         }
     }
+}
+
+NOINLINE void step_rows(real *state, int64_t d_v, bool retrieves, const vf *key, const vf *factor, const real *update,
+                        const real *grad_retrieved, const real *grad_out, vf *of_retrieved, vf *of_read) {
+    vf k[ROW_STRIP], f[ROW_STRIP];
+    UNROLLED(j, ROW_STRIP) {
+        k[j] = key[j];
+        f[j] = factor[j];
+    }
+    if (retrieves)
+        run_step_rows(state, d_v, true, k, f, update, grad_retrieved, grad_out, of_retrieved, of_read);
+    else
+        run_step_rows(state, d_v, false, k, f, update, grad_retrieved, grad_out, of_retrieved, of_read);
 }
 
 /* The sums over the columns of the state by another query's gradient. */
@@ -314,36 +348,103 @@ NOINLINE void read_rows_again(const real *state, int64_t d_v, const real *grad_o
     }
 }
 
-/* One token back: its own queries, the sums over the columns by its update, and with `of_decay` the sums of the
- * gradient of the decayed state times that state; then the gradient of the state before it. */
-NOINLINE void step_rows_back(real *state, const real *history, const struct cattn_state_columns *s, int64_t d_v,
-                             const vf *query, const vf *key, const vf *factor, const real *update,
-                             const real *grad_retrieved, const real *grad_out, vf *of_update, vf *of_decay) {
-    UNROLLED(j, ROW_STRIP)
-        of_update[j] = of_decay[j] = vf_set1(0);
-    for (int64_t begin = 0; begin < d_v; begin += CATTN_CHAIN_TERMS) {
-        vf by_update[ROW_STRIP], by_state[ROW_STRIP];
-        UNROLLED(j, ROW_STRIP)
-            by_update[j] = by_state[j] = vf_set1(0);
-        for (int64_t c = begin; c < min64(begin + CATTN_CHAIN_TERMS, d_v); c++)
-            UNROLLED(j, ROW_STRIP) {
-                const int64_t at = (c * ROW_STRIP + j) * LANES;
-                vf x = vf_fma(query[j], vf_set1(grad_out[c]), vf_loadu(state + at));
-                for (int64_t h = 1; h < s->n_queries; h++)
-                    x = vf_fma(query[h * ROW_STRIP + j], vf_set1(grad_out[h * CATTN_STATE_TOKENS * d_v + c]), x);
-                by_update[j] = vf_fma(x, vf_set1(update[c]), by_update[j]);
-                if (s->beta.data)
-                    x = vf_fma(key[j], vf_set1(grad_retrieved[c]), x);
-                if (history)
-                    by_state[j] = vf_fma(x, vf_loadu(history + at) * factor[j], by_state[j]);
-                vf_storeu(state + at, x * factor[j]);
-            }
+/* One token of a block, as the steps back over the transposed matrices read it. */
+struct row_step {
+    vf query[ROW_STRIP], key[ROW_STRIP], factor[ROW_STRIP];
+    const real *update, *grad_retrieved, *grad_out;
+    vf of_update[ROW_STRIP], of_decay[ROW_STRIP]; /* the sums so far */
+};
+
+/* n columns forward from column `first` on; `decayed` receives the state after its decay. */
+INLINE void keep_columns(real *state, real *decayed, const struct row_step *step, int64_t first, int n) {
+    vf key[ROW_STRIP], factor[ROW_STRIP];
+    UNROLLED(j, ROW_STRIP) {
+        key[j] = step->key[j];
+        factor[j] = step->factor[j];
+    }
+    for (int c = 0; c < n; c++)
         UNROLLED(j, ROW_STRIP) {
-            of_update[j] = of_update[j] + by_update[j];
-            of_decay[j] = of_decay[j] + by_state[j];
+            const int64_t at = (c * ROW_STRIP + j) * LANES;
+            const vf x = vf_loadu(state + at) * factor[j];
+            vf_storeu(decayed + at, x);
+            vf_storeu(state + at, vf_fma(key[j], vf_set1(step->update[first + c]), x));
+        }
+}
+
+/* Adds the gradient from a query. */
+INLINE void add_query(real *gradient, const vf *query, const real *grad_out, int n) {
+    for (int c = 0; c < n; c++)
+        UNROLLED(j, ROW_STRIP) {
+            real *at = gradient + (c * ROW_STRIP + j) * LANES;
+            vf_storeu(at, vf_fma(query[j], vf_set1(grad_out[c]), vf_loadu(at)));
+        }
+}
+
+/* n columns back from column `first` on, a chain: adds the gradient from the last query, and the chain's sums by the
+ * update and, if there is `decayed`, of the gradient of the decayed state times that state. Leaves the gradient of the
+ * state before the token. */
+INLINE void back_columns(real *gradient, const real *decayed, struct row_step *step, int64_t first, int n,
+                         bool retrieves, bool decays) {
+    vf query[ROW_STRIP], key[ROW_STRIP], factor[ROW_STRIP], by_update[ROW_STRIP], by_state[ROW_STRIP];
+    UNROLLED(j, ROW_STRIP) {
+        query[j] = step->query[j];
+        key[j] = step->key[j];
+        factor[j] = step->factor[j];
+        by_update[j] = by_state[j] = vf_set1(0);
+    }
+    for (int c = 0; c < n; c++) {
+        const vf g = vf_set1(step->grad_out[first + c]), u = vf_set1(step->update[first + c]);
+        const vf r = vf_set1(retrieves ? step->grad_retrieved[first + c] : 0);
+        UNROLLED(j, ROW_STRIP) {
+            const int64_t at = (c * ROW_STRIP + j) * LANES;
+            vf x = vf_fma(query[j], g, vf_loadu(gradient + at));
+            by_update[j] = vf_fma(x, u, by_update[j]);
+            if (retrieves)
+                x = vf_fma(key[j], r, x);
+            if (decays) {
+                by_state[j] = vf_fma(x, vf_loadu(decayed + at), by_state[j]);
+                x = x * factor[j];
+            }
+            vf_storeu(gradient + at, x);
         }
     }
+    UNROLLED(j, ROW_STRIP) {
+        step->of_update[j] = step->of_update[j] + by_update[j];
+        step->of_decay[j] = step->of_decay[j] + by_state[j];
+    }
 }
+
+/* A chain of columns over all tokens of a block, whose states stay in the nearest cache. */
+INLINE void back_chain(const struct cattn_state_gradient *g, const struct token_block *b, const struct column_block *c,
+                       struct row_step *steps, int n, int64_t row, int64_t n_rows, int64_t first, bool retrieves,
+                       bool decays) {
+    const struct cattn_state_columns *s = &g->forward;
+    const int n_columns = (int)min64(CATTN_CHAIN_TERMS, g->d_v - first);
+    const int64_t at = first * ROW_STRIP * LANES, size = CATTN_CHAIN_TERMS * ROW_STRIP * LANES;
+    real *const gradient = (real *)g->grad_strip + at, *const history = g->history;
+    for (int t = 0; t < n && decays; t++)
+        keep_columns((real *)s->strip + at, history + t * size, &steps[t], first, n_columns);
+    for (int t = n - 1; t >= 0; t--) {
+        for (int64_t h = 0; h < s->n_queries - 1; h++) {
+            const int64_t token = h * CATTN_STATE_TOKENS + t;
+            vf query[ROW_STRIP];
+            load_lanes(b->query + token * s->d_k + row, n_rows, query);
+            add_query(gradient, query, c->grad_out + token * g->d_v + first, n_columns);
+        }
+        back_columns(gradient, decays ? history + t * size : NULL, &steps[t], first, n_columns, retrieves, decays);
+    }
+}
+
+#define BACK_CHAIN(name, retrieves, decays)                                                                            \
+    NOINLINE void name(const struct cattn_state_gradient *g, const struct token_block *b,                              \
+                       const struct column_block *c, struct row_step *steps, int n, int64_t row, int64_t n_rows,       \
+                       int64_t first) {                                                                                \
+        back_chain(g, b, c, steps, n, row, n_rows, first, retrieves, decays);                                          \
+    }
+BACK_CHAIN(chain_linear, false, false)
+BACK_CHAIN(chain_delta, true, false)
+BACK_CHAIN(chain_gated, false, true)
+BACK_CHAIN(chain_gated_delta, true, true)
 
 /* The transposed strip of a state, rows row .. row + n - 1. */
 static void transpose_strip(const struct cattn_strided *from, int64_t row, int64_t n, int64_t d_v, real *strip) {
@@ -360,21 +461,16 @@ static void transpose_strip(const struct cattn_strided *from, int64_t row, int64
 
 /* The tokens of a block forward: the gradients of queries and, as far as they come from retrieving, of keys. */
 static void rows_forward(const struct cattn_state_gradient *g, const struct token_block *b,
-                         const struct column_block *c, int64_t token, int n, int64_t row, int64_t n_rows, bool again) {
+                         const struct column_block *c, int64_t token, int n, int64_t row, int64_t n_rows) {
     const struct cattn_state_columns *s = &g->forward;
-    const int64_t d_v = g->d_v, size = d_v * ROW_STRIP * LANES;
+    const int64_t d_v = g->d_v;
     const vf scale = vf_set1((real)s->scale);
     for (int t = 0; t < n; t++) {
         vf key[ROW_STRIP], factor[ROW_STRIP], retrieved[ROW_STRIP], read[ROW_STRIP];
         load_lanes(b->key + (1 + t) * s->d_k + row, n_rows, key);
         load_factors(s, b, t, row, n_rows, factor);
-        step_rows(s->strip, again ? (real *)g->history + t * size : NULL, d_v, key, factor, c->update + t * d_v,
-                  c->grad_retrieved + t * d_v, c->grad_out + t * d_v, retrieved, read);
-        if (again)
-            continue;
-        if (!s->beta.data)
-            UNROLLED(j, ROW_STRIP)
-                retrieved[j] = vf_set1(0);
+        step_rows(s->strip, d_v, s->beta.data != NULL, key, factor, c->update + t * d_v, c->grad_retrieved + t * d_v,
+                  c->grad_out + t * d_v, retrieved, read);
         store_lanes(&g->grad_key, 0, token + t, row, n_rows, retrieved);
         for (int64_t h = 0; h < s->n_queries; h++) {
             if (h > 0)
@@ -386,26 +482,36 @@ static void rows_forward(const struct cattn_state_gradient *g, const struct toke
     }
 }
 
+/* The same back: the rest of the gradients of keys, and the gradients of the decay of each row. */
 static void rows_back(const struct cattn_state_gradient *g, const struct token_block *b, const struct column_block *c,
                       int64_t token, int n, int64_t row, int64_t n_rows) {
+    static void (*const chains[2][2])(const struct cattn_state_gradient *, const struct token_block *,
+                                      const struct column_block *, struct row_step *, int, int64_t, int64_t,
+                                      int64_t) = {{chain_linear, chain_gated}, {chain_delta, chain_gated_delta}};
     const struct cattn_state_columns *s = &g->forward;
-    const int64_t d_v = g->d_v, size = d_v * ROW_STRIP * LANES;
-    vf *const query = g->grad_out_vectors;
-    for (int t = n - 1; t >= 0; t--) {
-        vf key[ROW_STRIP], factor[ROW_STRIP], of_update[ROW_STRIP], of_decay[ROW_STRIP], retrieved[ROW_STRIP];
-        load_lanes(b->key + (1 + t) * s->d_k + row, n_rows, key);
-        load_factors(s, b, t, row, n_rows, factor);
-        for (int64_t h = 0; h < s->n_queries; h++)
-            load_lanes(b->query + (h * CATTN_STATE_TOKENS + t) * s->d_k + row, n_rows, query + h * ROW_STRIP);
-        step_rows_back(g->grad_strip, g->decay_rows.data ? (const real *)g->history + t * size : NULL, s, d_v, query,
-                       key, factor, c->update + t * d_v, c->grad_retrieved + t * d_v, c->grad_out + t * d_v, of_update,
-                       of_decay);
+    const bool retrieves = s->beta.data != NULL, decays = g->decay_rows.data != NULL;
+    struct row_step steps[CATTN_STATE_TOKENS];
+    for (int t = 0; t < n; t++) {
+        const int64_t last = (s->n_queries - 1) * CATTN_STATE_TOKENS + t;
+        load_lanes(b->query + last * s->d_k + row, n_rows, steps[t].query);
+        load_lanes(b->key + (1 + t) * s->d_k + row, n_rows, steps[t].key);
+        load_factors(s, b, t, row, n_rows, steps[t].factor);
+        steps[t].update = c->update + t * g->d_v;
+        steps[t].grad_retrieved = c->grad_retrieved + t * g->d_v;
+        steps[t].grad_out = c->grad_out + last * g->d_v;
+        UNROLLED(j, ROW_STRIP)
+            steps[t].of_update[j] = steps[t].of_decay[j] = vf_set1(0);
+    }
+    for (int64_t first = 0; first < g->d_v; first += CATTN_CHAIN_TERMS)
+        chains[retrieves][decays](g, b, c, steps, n, row, n_rows, first);
+    for (int t = 0; t < n; t++) {
+        vf retrieved[ROW_STRIP];
         load_lanes(real_row(&g->grad_key, 0, token + t) + row, n_rows, retrieved);
         UNROLLED(j, ROW_STRIP)
-            of_update[j] = of_update[j] + retrieved[j];
-        store_lanes(&g->grad_key, 0, token + t, row, n_rows, of_update);
-        if (g->decay_rows.data)
-            store_lanes(&g->decay_rows, 0, token + t, row, n_rows, of_decay);
+            retrieved[j] = steps[t].of_update[j] + retrieved[j];
+        store_lanes(&g->grad_key, 0, token + t, row, n_rows, retrieved);
+        if (decays)
+            store_lanes(&g->decay_rows, 0, token + t, row, n_rows, steps[t].of_decay);
     }
 }
 
@@ -426,17 +532,15 @@ static void gradient_rows(const struct cattn_state_gradient *g) {
                 memcpy((real *)g->checkpoints + token / CATTN_STATE_TOKENS * size, s->strip, bytes);
             read_rows(s, &b, token, n);
             read_columns(g, &c, token, n);
-            rows_forward(g, &b, &c, token, n, row, n_rows, false);
+            rows_forward(g, &b, &c, token, n, row, n_rows);
         }
         while (token > 0 && !stops(&s->stop)) {
             token -= CATTN_STATE_TOKENS;
             const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
             read_rows(s, &b, token, n);
             read_columns(g, &c, token, n);
-            if (g->decay_rows.data) {
+            if (g->decay_rows.data)
                 memcpy(s->strip, (const real *)g->checkpoints + token / CATTN_STATE_TOKENS * size, bytes);
-                rows_forward(g, &b, &c, token, n, row, n_rows, true);
-            }
             scale_queries(s, &b);
             rows_back(g, &b, &c, token, n, row, n_rows);
         }
