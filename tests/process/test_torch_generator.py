@@ -375,7 +375,7 @@ def test_no_memory_for_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_memory_for_the_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = TorchGenerator(6)
-    monkeypatch.setattr("cattn.functional._derivatives._sum_to", no_memory)
+    monkeypatch.setattr("cattn.functional._derivatives.sum_to", no_memory)
     call = functools.partial(cattn.attention_backward, WIDE, Q, Q, WIDE, WIDE, LSE, dropout_p=0.5, merged=True)
     unmoved(generator, MemoryError, lambda: call(rng=generator))
 

@@ -143,7 +143,7 @@ def linear_attention(
     >>> x = np.array([[1.0, 0.0], [1.0, 1.0]])
     >>> linear_attention(x, x, x, scale=1.0)
     array([[1., 0.],
-           [3., 1.]])
+           [3., 2.]])
     """
     arrays = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta, "state": state}
     call = _Call(arrays, layout, cu_seqlens, seq_lengths)
