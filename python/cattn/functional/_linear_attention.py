@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, common_dtype
+from .._input.arrays import _quiet, as_array, common_dtype
 from .._input.contexts import in_default_mode
 from .._input.types import Layout, LinearAttentionGradients, LinearAttentionOutput
 from ._derivatives import sum_to
@@ -175,6 +175,7 @@ def linear_attention(  # type: ignore[empty-body]
 
 
 @in_default_mode
+@_quiet
 def linear_attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
@@ -390,6 +391,7 @@ def causal_conv(  # type: ignore[empty-body]
 
 
 @in_default_mode
+@_quiet
 def causal_conv_backward(
     grad_out: ArrayLike,
     x: ArrayLike,
@@ -473,14 +475,13 @@ def causal_conv_backward(
             raise ValueError(f"grad_state has shape {last.shape}, the state has {rows}")
         of_padded[..., tokens:, :] += last
     axes = tuple(range(given.ndim - 1))
-    with np.errstate(all="ignore"):  # NaN, infinity and numbers that overflow are no warnings
-        parts = [(grad * padded[..., j : j + tokens, :]).sum(axis=axes, dtype=np.float64) for j in range(width)]
-        results: list[Any] = [of_padded[..., width - 1 :, :], np.stack(parts, axis=-1), None, None]
-        if bias is not None:
-            results[2] = grad.sum(axis=axes, dtype=np.float64)
-        if state is not None:
-            results[3] = sum_to(of_padded[..., : width - 1, :], arrays["state"].shape)
-        of_x, of_weight, of_bias, of_state = (None if x is None else x.astype(dtype, copy=False) for x in results)
+    parts = [(grad * padded[..., j : j + tokens, :]).sum(axis=axes, dtype=np.float64) for j in range(width)]
+    results: list[Any] = [of_padded[..., width - 1 :, :], np.stack(parts, axis=-1), None, None]
+    if bias is not None:
+        results[2] = grad.sum(axis=axes, dtype=np.float64)
+    if state is not None:
+        results[3] = sum_to(of_padded[..., : width - 1, :], arrays["state"].shape)
+    of_x, of_weight, of_bias, of_state = (None if x is None else x.astype(dtype, copy=False) for x in results)
     assert of_x is not None
     assert of_weight is not None
     return of_x, of_weight, of_bias, of_state
