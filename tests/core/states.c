@@ -29,7 +29,8 @@ static struct array *add(struct source *s, struct problem *problem, int which, c
     struct array array = make_array(s, role, element, n_axes, dims, broadcast);
     if (role == INPUT)
         fill_numbers(s, &array, content);
-    say(problem, role == INPUT && which > V ? " %s" : "", name);
+    if (role == INPUT && which > V)
+        say(problem, " %s", name);
     return &add_part(problem, which, name, size.cols < 0 ? "NT" : "NTS", tensor, array)->array;
 }
 
