@@ -20,6 +20,10 @@
 #define MOST_ROWS 576
 /* Rows of B of a task at most, if rows of A are packed for them and the sums rest in the result. */
 #define MOST_LANES (8 * CATTN_PRODUCT_MANY_LANES)
+/* In tiles: the most rows of A, the most rows of B, and the most whose sums are kept until all columns are added. */
+#define MOST_ROWS_IN_TILES 1536
+#define MOST_LANES_IN_TILES 4096
+#define MOST_SUMS_IN_TILES 768
 /* With few rows of B: elements of A in a task. */
 #define FEW_ELEMENTS 65536
 /* Memory bounds the length of a sum, but not of arrays that repeat one element (stride 0). Within this limit,
@@ -56,9 +60,22 @@ static int64_t count_terms(const struct cattn_product_params *p) {
     return p->bf16_products ? cattn_ceil_div(p->depth, 2) : p->depth;
 }
 
+/* The most rows of A of a task in tiles. */
+static int64_t rows_in_tiles(int64_t depth) {
+    const int64_t row = 2 * cattn_unit_cols(depth < CATTN_GROUP_TERMS ? CATTN_GROUP_TERMS : depth);
+    return cattn_min(MOST_ROWS_IN_TILES, CATTN_UNIT_BYTES / row) / LEAST_ROWS * LEAST_ROWS;
+}
+
 /* Whether kernels read this operand in place, or round it row by row. */
 static bool lies_in_rows(const struct cattn_product_params *p, const struct cattn_operand *operand) {
     return (operand->storage == CATTN_STORED_PLAIN || p->bf16_products) && operand->col == 1;
+}
+
+/* Shuffles of vectors that products in tiles take, in 32nds: B is transposed in squares as it is packed, once for each
+ * block of A, and the results too where they are no rows. */
+static double shuffles_in_tiles(const struct cattn_product_params *p, int64_t n_a, int64_t n_b, int64_t out_b) {
+    const double results = out_b == 1 ? 0 : 8 * (double)n_a * (double)n_b;
+    return 3 * (double)p->depth * (double)n_b * (double)cattn_ceil_div(n_a, rows_in_tiles(p->depth)) + results;
 }
 
 static bool should_swap(const struct cattn_product_params *p, bool packs_both) {
@@ -69,6 +86,8 @@ static bool should_swap(const struct cattn_product_params *p, bool packs_both) {
         return p->out_a == 1;
     if (lies_in_rows(p, &p->a) != lies_in_rows(p, &p->b))
         return lies_in_rows(p, &p->b);
+    if (p->bf16_products == CATTN_BF16_TILES && p->n_a > CATTN_FEW_ROWS)
+        return shuffles_in_tiles(p, p->n_b, p->n_a, p->out_a) < shuffles_in_tiles(p, p->n_a, p->n_b, p->out_b);
     return p->n_a < p->n_b;
 }
 
@@ -107,6 +126,25 @@ static void lay_out(const struct product_job *job, struct cattn_product *product
     product->a_copy = cattn_carve(arena, copies_a(job) ? (job->packs_a ? (size_t)job->a_rows : a_rows) * slab : 0);
     product->converted = cattn_carve(arena, converts(&job->p) ? (b_rows > a_rows ? b_rows : a_rows) * slab : 0);
     product->edge = cattn_carve(arena, CATTN_PRODUCT_EDGE * slab);
+}
+
+static void lay_out_tiles(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
+    const size_t cols = (size_t)cattn_unit_cols(job->p.depth), rows = (size_t)cattn_round_up(job->a_rows, CATTN_UNIT);
+    const size_t lanes = job->p.depth > CATTN_UNIT_TERMS ? (size_t)cattn_round_up(job->b_rows, CATTN_UNIT) : CATTN_UNIT;
+    product->packed = cattn_carve(arena, CATTN_UNIT * cols * sizeof(uint16_t));
+    product->sums = cattn_carve(arena, rows * lanes * sizeof(float));
+    product->a_copy = cattn_carve(arena, rows * cols * sizeof(uint16_t));
+    product->converted = cattn_carve(arena, job->kernels->tiles_begin ? 0 : rows * cols * sizeof(float));
+}
+
+/* The scratch of a task. */
+static void lay_out_task(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
+    if (job->few)
+        lay_out_few(job, product, arena);
+    else if (job->p.bf16_products == CATTN_BF16_TILES)
+        lay_out_tiles(job, product, arena);
+    else
+        lay_out(job, product, arena);
 }
 
 /* The scales of a quantized matrix begin at its first element's. */
@@ -158,7 +196,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     if (p->bias)
         product.bias = (const char *)p->bias + (batch * p->bias_batch + b_first * p->bias_b) * element;
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
-    (job->few ? lay_out_few : lay_out)(job, &product, &arena);
+    lay_out_task(job, &product, &arena);
     if (job->few)
         run_few(job, &product, a_first, a_end, worker);
     else {
@@ -175,6 +213,8 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
 static int64_t rows_of_b(const struct product_job *job, int64_t wanted) {
     const struct cattn_product_params *p = &job->p;
     int64_t most = !job->packs_a ? CATTN_PRODUCT_LANES : job->sums_in_place ? MOST_LANES : CATTN_PRODUCT_MANY_LANES;
+    if (p->bf16_products == CATTN_BF16_TILES)
+        most = p->depth > CATTN_UNIT_TERMS ? MOST_SUMS_IN_TILES : MOST_LANES_IN_TILES;
     while (most > CATTN_PRODUCT_LANES &&
            p->n_batch * cattn_ceil_div(p->n_b, most) * cattn_ceil_div(p->n_a, most) < wanted)
         most -= CATTN_PAD;
@@ -192,13 +232,17 @@ static void cut(struct product_job *job) {
     job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
     job->by_slabs = job->few && (size_t)p->n_b * row_bytes > BY_SLABS;
     const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : LEAST_ROWS;
-    const int64_t each = cattn_ceil_div(p->n_a, cattn_ceil_div(wanted, job->b_blocks * p->n_batch));
-    const int64_t most = job->few ? INT64_MAX - LEAST_ROWS : MOST_ROWS;
+    const int64_t most = job->few                               ? INT64_MAX - LEAST_ROWS
+                         : p->bf16_products == CATTN_BF16_TILES ? rows_in_tiles(p->depth)
+                                                                : MOST_ROWS;
+    int64_t each = cattn_ceil_div(p->n_a, cattn_ceil_div(wanted, job->b_blocks * p->n_batch));
+    if (p->bf16_products == CATTN_BF16_TILES && each > most) /* even blocks */
+        each = cattn_ceil_div(each, cattn_ceil_div(each, most));
     job->a_rows = cattn_round_up(cattn_min(most, each < least ? least : each), LEAST_ROWS);
     job->a_blocks = cattn_ceil_div(p->n_a, job->a_rows);
     struct cattn_product unused = {0};
     struct cattn_arena count = cattn_arena(NULL, 0, false);
-    (job->few ? lay_out_few : lay_out)(job, &unused, &count);
+    lay_out_task(job, &unused, &count);
     job->scratch_size = count.used;
 }
 

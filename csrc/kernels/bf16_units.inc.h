@@ -34,16 +34,20 @@ INLINE vf values_or_zeros(const struct cattn_matrix *matrix, enum cattn_storage 
  * are zeros. */
 INLINE vu pairs_of_group(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t r, int64_t c,
                          int64_t n_cols) {
+#ifdef HAS_HALF_PAIRS
+    if (storage == CATTN_STORED_BF16 && LANES == TILE && n_cols - c >= GROUP)
+        return vu_half_pairs((const uint16_t *)matrix->first + r * matrix->row + c);
+#endif
     return paired_values(storage, values_or_zeros(matrix, storage, r, c, n_cols - c),
                          values_or_zeros(matrix, storage, r, c + TILE, n_cols - c - TILE));
 }
 
-/* Packs the columns of row r as a row of A. */
+/* Packs the columns of row r as a row of A, whose groups are `group` elements apart. */
 INLINE void pack_left_row(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t r, int64_t n_cols,
-                          uint16_t *to) {
-    for (int64_t c = 0; c < n_cols; c += GROUP)
+                          uint16_t *to, int64_t group) {
+    for (int64_t c = 0; c < n_cols; c += GROUP, to += group)
         for (int p = 0; p < TILE; p += LANES)
-            store_pairs(to + c + 2 * p, pairs_of_group(matrix, storage, r, c + p, n_cols));
+            store_pairs(to + 2 * p, pairs_of_group(matrix, storage, r, c + p, n_cols));
 }
 
 /* Calls function(matrix, storage, ...) with the storage as a constant in the common cases. */
@@ -58,15 +62,15 @@ INLINE void pack_left_row(const struct cattn_matrix *matrix, enum cattn_storage 
     } while (0)
 
 INLINE void pack_left_rows(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t begin, int64_t end,
-                           int64_t n_cols, uint16_t *to, int64_t row) {
+                           int64_t n_cols, uint16_t *to, int64_t row, int64_t group) {
     for (int64_t r = begin; r < end; r++)
-        pack_left_row(matrix, storage, r, n_cols, to + r * row);
+        pack_left_row(matrix, storage, r, n_cols, to + r * row, group);
 }
 
-/* The rows begin .. end-1 as rows of A, `row` elements apart. */
+/* The rows begin .. end-1 as rows of A, `row` elements apart, and their groups. */
 static void pack_left(const struct cattn_matrix *matrix, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to,
-                      int64_t row) {
-    BY_STORAGE(pack_left_rows, matrix, begin, end, n_cols, to, row);
+                      int64_t row, int64_t group) {
+    BY_STORAGE(pack_left_rows, matrix, begin, end, n_cols, to, row, group);
 }
 
 INLINE void pack_transposed_rows(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t begin,
@@ -96,7 +100,7 @@ static void pack_transposed(const struct cattn_matrix *matrix, int64_t begin, in
 }
 
 static void pack_keys(const struct cattn_matrix *key, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
-    pack_left(key, begin, end, n_cols, to, cattn_packed_key_cols(CATTN_BF16_TILES, n_cols));
+    pack_left(key, begin, end, n_cols, to, cattn_packed_key_cols(CATTN_BF16_TILES, n_cols), GROUP);
 }
 static void pack_values(const struct cattn_matrix *value, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
     pack_transposed(value, begin, end, n_cols, to + begin * cattn_packed_value_cols(CATTN_BF16_TILES, n_cols));
@@ -115,10 +119,14 @@ INLINE void pack_right_lanes(const struct cattn_matrix *matrix, enum cattn_stora
     for (int64_t c = 0; c < n_cols; c += GROUP)
         for (int p = 0; p < TILE; p += LANES) {
             vf v[LANES];
-            for (int i = 0; i < LANES; i++)
-                v[i] = i < n_rows ? vf_of_vu(pairs_of_group(matrix, storage, r + i, c + p, n_cols)) : vf_set1(0);
+            if (n_rows >= LANES && n_cols - c >= GROUP)
+                UNROLLED(i, LANES)
+                    v[i] = vf_of_vu(pairs_of_group(matrix, storage, r + i, c + p, c + GROUP));
+            else
+                for (int i = 0; i < LANES; i++)
+                    v[i] = i < n_rows ? vf_of_vu(pairs_of_group(matrix, storage, r + i, c + p, n_cols)) : vf_set1(0);
             vf_transpose(v);
-            for (int i = 0; i < LANES; i++)
+            UNROLLED(i, LANES)
                 store_pairs(to + (c / 2 + p + i) * row, vu_of_vf(v[i]));
         }
 }

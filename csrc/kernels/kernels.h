@@ -58,6 +58,10 @@
 /* With few rows of B: rows of A that lie side by side, times rows of B, whose chains are computed together. Long pieces
  * of memory are read faster, and the chains stay in the L2 cache. */
 #define CATTN_FEW_COLUMNS 2048
+/* Products in tiles: columns of both operands that are packed together, a multiple of a group, and bytes of packed rows
+ * of A, which stay in the L2 cache. */
+#define CATTN_UNIT_TERMS 1024
+#define CATTN_UNIT_BYTES ((int64_t)5 << 18)
 /* The height of the tallest micro-tile. */
 #define CATTN_PRODUCT_EDGE 8
 #define CATTN_PHILOX_ROUNDS 10
@@ -511,10 +515,12 @@ struct cattn_product {
     const void *bias; /* or NULL */
     int64_t bias_a, bias_b;
     /* scratch */
-    void *packed;    /* a slab of a block of B; few rows: all of B, or CATTN_FEW_SLABS slabs */
-    void *sums;      /* [row of A][CATTN_PRODUCT_SUMS_ROW] unless they rest in C; or the chains and sums of few rows */
-    void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise; or all, packed */
-    void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage, or terms of pairs */
+    void *packed; /* a slab of a block of B; few rows: all of B, or CATTN_FEW_SLABS slabs; in tiles CATTN_UNIT rows */
+    void *sums;   /* [row of A][CATTN_PRODUCT_SUMS_ROW] unless they rest in C; or the chains and sums of few rows; in
+                     tiles [unit of B][row of A][CATTN_UNIT], of one unit if all columns are packed together */
+    void *a_copy; /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise; or all, packed */
+    void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage, or terms of pairs; in tiles
+                        what widen_left makes of a_copy */
     void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
 };
 
@@ -524,6 +530,11 @@ static inline int64_t cattn_product_block(int64_t n_b) {
 }
 
 #define CATTN_PRODUCT_SUMS_ROW(n_b) cattn_round_up(n_b, CATTN_PAD)
+
+/* Products in tiles: the columns that are packed together. */
+static inline int64_t cattn_unit_cols(int64_t depth) {
+    return depth < CATTN_UNIT_TERMS ? cattn_round_up(depth, CATTN_GROUP_TERMS) : CATTN_UNIT_TERMS;
+}
 
 /* Whether sums rest in C: its rows are lanes, and its elements have the table's own type. */
 static inline bool cattn_sums_in_place(const struct cattn_product *product) {

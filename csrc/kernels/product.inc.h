@@ -204,5 +204,5 @@ static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows)
         d += s.n;
     } while (d < n_terms);
     if (!in_place)
-        store_sums(p, first, n_rows);
+        store_sums(p, first, n_rows, 0, p->n_b, sums, s.sums_row);
 }

@@ -72,23 +72,40 @@ INLINE void store_product_row(const struct cattn_product *p, int64_t i, int64_t 
     store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_b, sum, n);
 }
 
-/* Writes the results from sums in scratch. */
-static void store_sums(const struct cattn_product *p, int64_t first, int64_t n_rows) {
-    const int64_t row = CATTN_PRODUCT_SUMS_ROW(p->n_b);
-    const real *sums = p->sums;
-    for (int64_t r = 0; r < n_rows; r += LANES)
-        for (int64_t l = 0; l < p->n_b; l += LANES) {
-            const int width = (int)min64(LANES, p->n_b - l), height = (int)min64(LANES, n_rows - r);
+/* store_product_row for whole vectors of a row; `storage` is a constant. */
+INLINE void store_vectors(const struct cattn_product *p, enum cattn_storage storage, int64_t i, int64_t l,
+                          int64_t n_lanes, const real *sums) {
+    struct cattn_product plain = *p;
+    plain.out_storage = storage;
+    plain.out_b = 1;
+    for (int64_t j = 0; j < n_lanes; j += LANES)
+        store_product_row(&plain, i, l + j, vf_loadu(sums + j), LANES);
+}
+
+/* Writes the results of n_rows rows of A and n_lanes rows of B from their sums in scratch. */
+static void store_sums(const struct cattn_product *p, int64_t first, int64_t n_rows, int64_t lane, int64_t n_lanes,
+                       const real *sums, int64_t row) {
+    const int64_t whole = n_lanes / LANES * LANES;
+    for (int64_t r = 0; r < n_rows && p->out_b == 1; r++) {
+        const real *from = sums + r * row;
+        if (p->out_storage == CATTN_STORED_BF16)
+            store_vectors(p, CATTN_STORED_BF16, first + r, lane, whole, from);
+        else if (p->out_storage == CATTN_STORED_PLAIN)
+            store_vectors(p, CATTN_STORED_PLAIN, first + r, lane, whole, from);
+        else
+            store_vectors(p, CATTN_STORED_F16, first + r, lane, whole, from);
+        if (whole < n_lanes)
+            store_product_row(p, first + r, lane + whole, load_strided(from + whole, 1, (int)(n_lanes - whole)),
+                              (int)(n_lanes - whole));
+    }
+    for (int64_t r = 0; r < n_rows && p->out_b != 1; r += LANES)
+        for (int64_t l = 0; l < n_lanes; l += LANES) {
+            const int width = (int)min64(LANES, n_lanes - l), height = (int)min64(LANES, n_rows - r);
             vf v[LANES];
             for (int i = 0; i < LANES; i++)
                 v[i] = i < height ? vf_loadu(sums + (r + i) * row + l) : vf_set1(0);
-            if (p->out_b == 1) {
-                for (int i = 0; i < height; i++)
-                    store_product_row(p, first + r + i, l, v[i], width);
-                continue;
-            }
             transpose_square(v);
             for (int i = 0; i < width; i++)
-                store_product(p, first + r, l + i, v[i], height);
+                store_product(p, first + r, lane + l + i, v[i], height);
         }
 }

@@ -4,61 +4,77 @@
  * with +0 and has all groups in order.
  */
 
-/* Columns of A that are packed at a time: those of a unit and of its rows of B stay in the L1 cache. */
+/* Columns of a unit of A and of a unit of B that stay in the L1 cache. */
 #define UNIT_SLAB 256
+_Static_assert(CATTN_UNIT_TERMS % UNIT_SLAB == 0 && UNIT_SLAB % GROUP == 0, "slabs are whole groups");
 
-/* Packs n columns of B from d on: [UNIT rows][pair of columns][UNIT]. */
-static void pack_panels(const struct cattn_product *p, int64_t d, int64_t n) {
+/* A unit of B with the packed columns d .. d+n-1 of n_rows rows of A. */
+struct unit_columns {
+    int64_t d, n, n_rows;
+    const void *left; /* [unit][group][UNIT][16 pairs] */
+};
+
+/* Packs n columns from d on of the UNIT rows of B from l on: [pair of columns][UNIT]. */
+static void pack_panel(const struct cattn_product *p, int64_t l, int64_t d, int64_t n) {
     const struct cattn_matrix part = matrix_from(&p->b, 0, d);
-    const int64_t panel = groups_of(n) * TILE * 2 * UNIT;
-    for (int64_t r = 0; r < cattn_round_up(p->n_b, UNIT); r += LANES)
-        pack_right(&part, r, p->n_b - r, n, (uint16_t *)p->packed + r / UNIT * panel + 2 * (r % UNIT), 2 * UNIT);
+    for (int64_t r = 0; r < UNIT; r += LANES)
+        pack_right(&part, l + r, p->n_b - l - r, n, (uint16_t *)p->packed + 2 * r, 2 * UNIT);
 }
 
 /* The columns d .. d+n-1 of n_rows rows of A from `first` on, in whole units. */
-static const void *left_slab(const struct cattn_product *p, int64_t first, int n_rows, int64_t d, int64_t n) {
-    const struct cattn_matrix part = matrix_from(&p->a, first, d);
-    const int64_t row = cattn_round_up(n, GROUP), all = cattn_round_up(n_rows, UNIT) * row;
-    uint16_t *packed = p->converted;
-    pack_left(&part, 0, n_rows, n, packed, row);
-    memset(packed + n_rows * row, 0, (size_t)(all - n_rows * row) * sizeof *packed);
-    return widen_left(packed, all, packed + (int64_t)CATTN_PRODUCT_ROWS * UNIT_SLAB);
+static const void *left_columns(const struct cattn_product *p, int64_t first, int64_t n_rows, int64_t d, int64_t n) {
+    const int64_t row = cattn_round_up(n, GROUP), rows = cattn_round_up(n_rows, UNIT);
+    uint16_t *packed = p->a_copy;
+    if (rows > n_rows)
+        memset(packed + (rows - UNIT) * row, 0, (size_t)(UNIT * row) * sizeof *packed);
+    for (int64_t r = 0; r < n_rows; r += UNIT) {
+        const struct cattn_matrix part = matrix_from(&p->a, first + r, d);
+        pack_left(&part, 0, min64(UNIT, n_rows - r), n, packed + r * row, GROUP, UNIT * GROUP);
+    }
+    return widen_left(packed, rows * row, p->converted);
 }
 
-/* Adds the products of n columns of B to the sums of n_rows rows of A; `adds` is false for the first ones. */
-static void add_units(const struct cattn_product *p, bool adds, const void *left, int n_rows, real *sums, int64_t n) {
-    const int64_t row = cattn_round_up(n, GROUP), panel = groups_of(n) * TILE * 2 * UNIT;
-    struct unit u = {.n_groups = groups_of(n), .left_row = row, .left_group = GROUP, .right_row = 2 * UNIT};
-    u.right_group = TILE * u.right_row;
-    u.sum_row = CATTN_PRODUCT_SUMS_ROW(p->n_b);
-    for (int64_t l = 0; l < p->n_b; l += UNIT)
-        for (int r = 0; r < n_rows; r += UNIT) {
-            u.left = left_at(left, r * row);
-            u.right = (const uint16_t *)p->packed + l / UNIT * panel;
-            u.sum = sums + r * u.sum_row + l;
-            if (adds)
+/* Adds the products of the columns with a packed unit of B to the sums, which begin with the column 0. */
+static void add_units(const struct cattn_product *p, struct unit_columns c, real *sums) {
+    const int64_t row = cattn_round_up(c.n, GROUP);
+    struct unit u = {.left_row = GROUP,
+                     .left_group = UNIT * GROUP,
+                     .right_row = 2 * UNIT,
+                     .right_group = TILE * 2 * UNIT,
+                     .sum_row = UNIT};
+    int64_t s = 0;
+    do {
+        u.n_groups = groups_of(min64(UNIT_SLAB, c.n - s));
+        u.right = (const uint16_t *)p->packed + s * UNIT;
+        for (int64_t r = 0; r < c.n_rows; r += UNIT) {
+            u.left = left_at(c.left, r * row + s * UNIT);
+            u.sum = sums + r * UNIT;
+            if (c.d + s > 0)
                 unit_products(2, 2, true, u);
             else
                 unit_products(2, 2, false, u);
         }
+        s += UNIT_SLAB;
+    } while (s < c.n);
 }
 
 /* The rows first .. first + n_rows - 1 of A times all of B. */
 static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows) {
-    int64_t d = 0;
+    struct unit_columns c = {.n_rows = n_rows};
     do {
-        const int64_t n = min64(UNIT_SLAB, p->depth - d);
-        pack_panels(p, d, n);
-        for (int64_t r = 0; r < n_rows; r += CATTN_PRODUCT_ROWS) {
-            const int height = (int)min64(CATTN_PRODUCT_ROWS, n_rows - r);
-            if ((r > 0 || d > 0) && stops(&p->stop))
+        c.n = min64(CATTN_UNIT_TERMS, p->depth - c.d);
+        c.left = left_columns(p, first, n_rows, c.d, c.n);
+        for (int64_t l = 0; l < p->n_b; l += UNIT) {
+            real *sums = (real *)p->sums + (p->depth > CATTN_UNIT_TERMS ? l * cattn_round_up(n_rows, UNIT) : 0);
+            if ((l > 0 || c.d > 0) && stops(&p->stop))
                 return;
-            add_units(p, d > 0, left_slab(p, first + r, height, d, n), height,
-                      (real *)p->sums + r * CATTN_PRODUCT_SUMS_ROW(p->n_b), n);
+            pack_panel(p, l, c.d, c.n);
+            add_units(p, c, sums);
+            if (c.d + c.n == p->depth)
+                store_sums(p, first, n_rows, l, min64(UNIT, p->n_b - l), sums, UNIT);
         }
-        d += n;
-    } while (d < p->depth);
-    store_sums(p, first, n_rows);
+        c.d += c.n;
+    } while (c.d < p->depth);
 }
 
 /* ---- few rows of B ---- */

@@ -54,6 +54,9 @@
  * elements of low, then of high vu_joined(low, high)                  the bits of low, then of high, as they would lie
  * in memory FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
  *
+ *   vu_half_pairs(p)                      pairs of the elements i and i + LANES of 2 LANES halves. HAS_HALF_PAIRS is
+ *                                         defined if there is an instruction for them
+ *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
  *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; the high 32 bits are arbitrary
  *   vw_mul(w, m)  vw_high(w)              the 64-bit product of the low halves with a scalar m; the high 32 bits of a

@@ -111,6 +111,12 @@ INLINE vh vh_f16(vf v) {
     return _mm512_maskz_cvtps_ph((__mmask16)0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE vh vh_bf16(vf v) { return _mm512_cvtepi32_epi16(bf16_bits(v)); }
+#define HAS_HALF_PAIRS
+INLINE vu vu_half_pairs(const uint16_t *p) {
+    const __m512i lanes = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(lanes, _mm512_loadu_si512((const void *)p));
+}
 INLINE vu vu_joined(vh low, vh high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 
 #if defined(__AVX512BF16__) && defined(BF16_PRODUCTS)

@@ -40,7 +40,7 @@ static const void *left_keys(const struct tile *t, int begin, int end) {
     if (!rows->call.packed_keys) {
         uint16_t *copy = rows->scratch.block_copy;
         const int last = (int)min64(end, t->n_keys);
-        pack_left(&key, begin, last, rows->call.head_dim, copy, row);
+        pack_left(&key, begin, last, rows->call.head_dim, copy, row, GROUP);
         memset(copy + last * row, 0, (size_t)((end - last) * row) * sizeof *copy);
         packed = copy;
     }
