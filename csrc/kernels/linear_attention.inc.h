@@ -96,6 +96,12 @@ INLINE const void *token_of(const struct cattn_state_columns *s, const struct ca
     return stored_at(s->storage, tensor->data, head * tensor->head + token * tensor->row);
 }
 
+/* The same of a result. */
+INLINE void *result_of(const struct cattn_state_columns *s, const struct cattn_strided *tensor, int64_t head,
+                       int64_t token) {
+    return (char *)tensor->data + (head * tensor->head + token * tensor->row) * (int64_t)stored_size(s->storage);
+}
+
 /* The factors of n tokens from `token` on. */
 static void read_factors(const struct cattn_state_columns *s, struct token_block *b, int64_t token, int n) {
     const real *decay = s->decay.data;
@@ -279,7 +285,7 @@ INLINE void run_block(const struct cattn_state_columns *s, const struct token_bl
         }
         for (int64_t h = 0; h < s->n_queries; h++) {
             const int64_t row = h * CATTN_STATE_TOKENS + t;
-            void *out = (void *)token_of(s, &s->out, h, token + t);
+            void *out = result_of(s, &s->out, h, token + t);
             if (h > 0)
                 read_again(strip, d_k, w, b->read_query + row * d_k, read);
             UNROLLED(j, w) {
@@ -412,7 +418,7 @@ static void conv_row(const struct cattn_conv_row *row) {
             const struct cattn_activation_row run = {.which = CATTN_SILU, .n = n, .x = sums, .out = sums};
             activation_row(&run);
         }
-        narrow_row(row->storage, sums, n, (void *)stored_at(row->storage, row->out, first * row->out_col),
+        narrow_row(row->storage, sums, n, (char *)row->out + first * row->out_col * (int64_t)stored_size(row->storage),
                    row->out_col);
     }
 }
