@@ -49,7 +49,7 @@ struct cattn_number_text cattn_show_number(double x, int digits) {
 }
 
 struct cattn_number_text cattn_show_real(double x, bool is_single) {
-    struct cattn_number_text shown;
+    struct cattn_number_text shown = {""};
     char *const text = shown.text;
     int digits = 1;
     for (; digits < 17; digits++) {

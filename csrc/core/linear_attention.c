@@ -134,7 +134,7 @@ struct gradient_job {
     const struct cattn_row_kernels *kernels;
     char *residual, *decay_rows; /* of all states; decay_rows may be NULL */
     int64_t each, pieces;        /* columns or rows of a task, and tasks of a state */
-    size_t strip_size, scratch_size;
+    size_t scratch_size;
 };
 
 static size_t carve_gradient(const struct gradient_job *job, void *memory, size_t size,

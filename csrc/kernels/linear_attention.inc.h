@@ -59,7 +59,7 @@ static real sum_of_numbers(const real *x, int64_t n) {
     return sum;
 }
 
-INLINE real one_nan(real x) { return x < 0 || x >= 0 ? x : CANONICAL_NAN; }
+INLINE real one_nan(real x) { return isnan(x) ? CANONICAL_NAN : x; }
 
 /* ---- the tokens of a block, in scratch ---- */
 

@@ -152,20 +152,27 @@ INLINE void settle_back(real *state, const struct cattn_state_columns *s, const 
     }
 }
 
-INLINE void copy_strip(const struct cattn_strided *from, const struct cattn_strided *to, real *strip, int64_t n_rows,
-                       int64_t column, int n_columns, int w) {
+INLINE void load_strip(const struct cattn_strided *from, real *strip, int64_t n_rows, int64_t column, int n_columns,
+                       int w) {
+    const real *first = from->data;
     for (int64_t i = 0; i < n_rows; i++)
         UNROLLED(j, w) {
             const int lanes = columns_from(n_columns, j);
-            real *const at = strip + (i * w + j) * LANES;
-            if (!to)
-                vf_storeu(at, from->data && lanes > 0 ? load_strided((const real *)from->data + i * from->row +
-                                                                         (column + j * LANES) * from->col,
-                                                                     from->col, lanes)
-                                                      : vf_set1(0));
-            else if (to->data && lanes > 0)
+            vf v = vf_set1(0);
+            if (first && lanes > 0)
+                v = load_strided(first + i * from->row + (column + j * LANES) * from->col, from->col, lanes);
+            vf_storeu(strip + (i * w + j) * LANES, v);
+        }
+}
+
+INLINE void store_strip(const real *strip, const struct cattn_strided *to, int64_t n_rows, int64_t column,
+                        int n_columns, int w) {
+    for (int64_t i = 0; i < n_rows; i++)
+        UNROLLED(j, w) {
+            const int lanes = columns_from(n_columns, j);
+            if (lanes > 0)
                 store_stored(CATTN_STORED_PLAIN, to->data, i * to->row + (column + j * LANES) * to->col, to->col,
-                             vf_loadu(at), lanes);
+                             vf_loadu(strip + (i * w + j) * LANES), lanes);
         }
 }
 
@@ -177,7 +184,7 @@ INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t colum
     vf grad_retrieved[STRIP], grad_out[STRIP], grad_update[STRIP];
     UNROLLED(j, w)
         grad_retrieved[j] = vf_set1(0);
-    copy_strip(&g->grad_final, NULL, state, s->d_k, column, n_columns, w);
+    load_strip(&g->grad_final, state, s->d_k, column, n_columns, w);
     const int64_t last = (s->n_tokens - 1) / CATTN_STATE_TOKENS * CATTN_STATE_TOKENS;
     for (int64_t token = last; s->n_tokens > 0 && token >= 0 && !stops(&s->stop); token -= CATTN_STATE_TOKENS) {
         const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
@@ -210,7 +217,8 @@ INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t colum
         }
         settle_back(state, s, &b, w, grad_retrieved);
     }
-    copy_strip(NULL, &g->grad_state, state, s->d_k, column, n_columns, w);
+    if (g->grad_state.data)
+        store_strip(state, &g->grad_state, s->d_k, column, n_columns, w);
 }
 
 static void gradient_columns(const struct cattn_state_gradient *g) {
@@ -364,7 +372,7 @@ INLINE void keep_columns(real *state, real *decayed, const struct row_step *step
     }
     for (int c = 0; c < n; c++)
         UNROLLED(j, ROW_STRIP) {
-            const int64_t at = (c * ROW_STRIP + j) * LANES;
+            const int at = (c * ROW_STRIP + j) * LANES;
             const vf x = vf_loadu(state + at) * factor[j];
             vf_storeu(decayed + at, x);
             vf_storeu(state + at, vf_fma(key[j], vf_set1(step->update[first + c]), x));
@@ -396,7 +404,7 @@ INLINE void back_columns(real *gradient, const real *decayed, struct row_step *s
         const vf g = vf_set1(step->grad_out[first + c]), u = vf_set1(step->update[first + c]);
         const vf r = vf_set1(retrieves ? step->grad_retrieved[first + c] : 0);
         UNROLLED(j, ROW_STRIP) {
-            const int64_t at = (c * ROW_STRIP + j) * LANES;
+            const int at = (c * ROW_STRIP + j) * LANES;
             vf x = vf_fma(query[j], g, vf_loadu(gradient + at));
             by_update[j] = vf_fma(x, u, by_update[j]);
             if (retrieves)
@@ -420,7 +428,7 @@ INLINE void back_chain(const struct cattn_state_gradient *g, const struct token_
                        bool decays) {
     const struct cattn_state_columns *s = &g->forward;
     const int n_columns = (int)min64(CATTN_CHAIN_TERMS, g->d_v - first);
-    const int64_t at = first * ROW_STRIP * LANES, size = CATTN_CHAIN_TERMS * ROW_STRIP * LANES;
+    const int64_t at = first * ROW_STRIP * LANES, size = (int64_t)CATTN_CHAIN_TERMS * ROW_STRIP * LANES;
     real *const gradient = (real *)g->grad_strip + at, *const history = g->history;
     for (int t = 0; t < n && decays; t++)
         keep_columns((real *)s->strip + at, history + t * size, &steps[t], first, n_columns);
