@@ -518,6 +518,8 @@ def again(call: Call) -> Call:
         found["out"] = cattn.AttentionOutput(*(None if a is None else a.copy("K") for a in out[:4]))
     elif "lse" not in found and out is not None:
         found["out"] = out.copy("K")
+    if found.get("state_out") is not None:
+        found["state_out"] = found["state_out"].copy("K")
     return found
 
 
