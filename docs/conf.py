@@ -73,13 +73,14 @@ numpydoc_validation_checks = {
     "RT03",  # the type "ndarray" may be description enough
     "SA01",  # a See Also section is not required
 }
-# These docstrings are prose without sections: the reference, results and a warning that users do not construct, two
-# ONNX classes that only ONNX constructs, a mask that only transformers constructs, and the reports
+# These docstrings are prose without sections: the reference, results and a warning that users do not construct, the
+# classes that only ONNX constructs, a mask that only transformers constructs, and the reports
 # of cattn.testing.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
     r"^cattn\.(Attention(Gradients|Output|Statistics|Tangents)|CausalAlignmentWarning|Explanation|HeadScores)$",
-    r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
+    r"^cattn\.LinearAttention(Gradients|Output)$",
+    r"^cattn\.integrations\.onnx\.(Attention(Outputs)?|LinearAttention|CausalConvWithState)$",
     r"^cattn\.integrations\.transformers\.AttentionMask$",
     r"^cattn\.testing\.(Mistake|Report)$",
 }

@@ -251,7 +251,7 @@ class LinearAttentionOutput(NamedTuple):
 
 
 class LinearAttentionGradients(NamedTuple):
-    """The result of `linear_attention_backward`: gradients in the shapes of the arguments.
+    """The result of `cattn.functional.linear_attention_backward`: gradients in the shapes of the arguments.
 
     Attributes
     ----------

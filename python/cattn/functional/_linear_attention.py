@@ -191,16 +191,34 @@ def linear_attention_backward(
     cu_seqlens: ArrayLike | None = None,
     layout: Layout = "bhtd",
 ) -> LinearAttentionGradients:
-    r"""Return the gradients of the arguments of `linear_attention`, given the gradients of its results.
+    r"""Return the gradients of the arguments of `cattn.linear_attention`, given the gradients of its results.
 
     Parameters
     ----------
     grad_out : array_like, shape (..., max(N, N_q), T, d_v)
         Gradient of the output.
-    query, key, value, decay, beta, state, scale, seq_lengths, cu_seqlens, layout
-        The arguments of the forward pass.
+    query : array_like, shape (..., N_q, T, d_k)
+        The argument of the forward pass, as the next ones.
+    key : array_like, shape (..., N_k, T, d_k)
+        Keys.
+    value : array_like, shape (..., N_v, T, d_v)
+        Values.
+    decay : array_like, shape (..., N, T) or (..., N, T, d_k), optional
+        The natural logarithm of the factor of the state.
+    beta : array_like, shape (..., N, T), optional
+        How much of the difference is written.
+    state : array_like, shape (..., N, d_k, d_v), optional
+        The state before the first token.
     grad_state : array_like, shape (..., N, d_k, d_v), optional
         Gradient of the last state; the default is 0.
+    scale : float, optional
+        Factor of the output; the default is ``1 / sqrt(d_k)``.
+    seq_lengths : int or array_like of int, optional
+        The number of valid tokens of each batch entry.
+    cu_seqlens : array_like of int, shape (B + 1,), optional
+        The edges of packed sequences.
+    layout : {"bhtd", "bthd"}
+        The order of heads and tokens.
 
     Returns
     -------
@@ -212,7 +230,7 @@ def linear_attention_backward(
     Raises
     ------
     TypeError, ValueError
-        As for `linear_attention`, and if `grad_out` or `grad_state` has another shape than the result.
+        As for `cattn.linear_attention`, and if `grad_out` or `grad_state` has another shape than the result.
 
     See Also
     --------
@@ -226,7 +244,7 @@ def linear_attention_backward(
 
     .. math::
 
-       G \mathrel{+}= \text{scale} \cdot q \, g^T, \quad \text{grad}_u = G^T k, \quad \text{grad}_v = \beta \,
+       G \leftarrow G + \text{scale} \cdot q \, g^T, \quad \text{grad}_u = G^T k, \quad \text{grad}_v = \beta \,
        \text{grad}_u, \quad \text{grad}_\beta = \text{grad}_u \cdot (v - \tilde S^T k), \quad
        \text{grad}_k = G u - \tilde S \, \text{grad}_v, \quad \text{grad}_q = \text{scale} \cdot S g
 
@@ -337,7 +355,7 @@ def causal_conv(  # type: ignore[empty-body]
     activation : {None, "silu"}
         A function of the result.
     seq_lengths : int or array_like of int, optional
-        The number of valid tokens of each batch entry, as in `linear_attention`.
+        The number of valid tokens of each batch entry, as in `cattn.linear_attention`.
     cu_seqlens : array_like of int, shape (B + 1,), optional
         Packed sequences: x is (total, C), and states are (B, K - 1, C).
     return_state : bool
@@ -370,7 +388,7 @@ def causal_conv(  # type: ignore[empty-body]
     -----
     .. math::
 
-       \text{out}_{t,c} = f\Big(\sum_{j=0}^{K-1} \text{weight}_{c,j} \, x_{t-K+1+j,c} + \text{bias}_c\Big)
+       \text{out}_{t,c} = f\left(\sum_{j=0}^{K-1} \text{weight}_{c,j} \, x_{t-K+1+j,c} + \text{bias}_c\right)
 
     The sum begins with the oldest token. So a prompt at once, token by token, or cut anywhere gives the same bits.
 
@@ -402,14 +420,22 @@ def causal_conv_backward(
     activation: Literal["silu"] | None = None,
     grad_state: ArrayLike | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
-    """Return the gradients of the arguments of `causal_conv`, given the gradients of its results.
+    """Return the gradients of the arguments of `cattn.functional.causal_conv`, given the gradients of its results.
 
     Parameters
     ----------
     grad_out : array_like, shape (..., T, C)
         Gradient of the output.
-    x, weight, bias, state, activation
-        The arguments of the forward pass. For padded or packed sequences pass one sequence at a time.
+    x : array_like, shape (..., T, C)
+        The argument of the forward pass, as the next ones. For padded or packed sequences pass one at a time.
+    weight : array_like, shape (C, K)
+        The factors of the last K tokens.
+    bias : array_like, shape (C,), optional
+        Added to the sum.
+    state : array_like, shape (..., K - 1, C), optional
+        The tokens before the first one.
+    activation : {None, "silu"}
+        A function of the result.
     grad_state : array_like, shape (..., K - 1, C), optional
         Gradient of the last tokens that were returned as state; the default is 0.
 
@@ -423,7 +449,7 @@ def causal_conv_backward(
     Raises
     ------
     TypeError, ValueError
-        As for `causal_conv`, and if a gradient has another shape than its result.
+        As for `cattn.functional.causal_conv`, and if a gradient has another shape than its result.
 
     See Also
     --------
