@@ -168,7 +168,7 @@ def test_second_derivatives_are_right(first: str, second: str) -> None:
 
     if first == "weights":
         error = RuntimeError if second == "jvp by two backward passes" else NotImplementedError
-        with pytest.raises(error, match=NO_SECOND if second == "create_graph" else ""):
+        with pytest.raises(error, match=NO_SECOND if second == "create_graph" else None):
             SECOND[second](loss(FIRST[first]), x)
         return
     found = SECOND[second](loss(FIRST[first]), x)

@@ -174,8 +174,8 @@ def linear_attention(  # type: ignore[empty-body]
     """
 
 
-@in_default_mode
 @_quiet
+@in_default_mode
 def linear_attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
@@ -408,8 +408,8 @@ def causal_conv(  # type: ignore[empty-body]
     """
 
 
-@in_default_mode
 @_quiet
+@in_default_mode
 def causal_conv_backward(
     grad_out: ArrayLike,
     x: ArrayLike,
