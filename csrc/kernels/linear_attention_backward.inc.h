@@ -42,7 +42,9 @@ static void scale_queries(const struct cattn_state_columns *s, struct token_bloc
 /* v - retrieved, or v without beta, of a strip of columns. */
 INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column, int n_columns, int w,
                            pass_function *run) {
-    const struct cattn_state_columns *s = &g->forward;
+    struct cattn_state_columns forward = g->forward;
+    const struct cattn_state_columns *s = &forward;
+    forward.n_queries = 0; /* nothing is read but by the keys */
     struct token_block b = token_block(s);
     struct strip strip = begin_strip(s, column, n_columns, w);
     vf update[STRIP], retrieved[STRIP], read[STRIP];
@@ -56,7 +58,7 @@ INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column,
         before = n;
         for (int t = 0; t < n; t++) {
             const struct pass pass = {b.key + t * s->d_k, b.factor + t * s->d_k, b.number[t], b.read_key + t * s->d_k,
-                                      b.read_query + t * s->d_k};
+                                      b.read_key + t * s->d_k};
             if (run)
                 run(&strip, &pass, s->d_k, token + t == 0, update, retrieved, read);
             UNROLLED(j, w) {
