@@ -134,6 +134,9 @@ struct cattn_edges {
  * memory. */
 bool cattn_arg_edges(struct binding_state *state, PyObject *object, const char *name, int64_t total,
                      struct cattn_edges *side);
+/* The same of cu_seqlens, which may be None, and which seq_lengths excludes. */
+bool cattn_arg_sequences(struct binding_state *state, PyObject *cu_seqlens, PyObject *seq_lengths, int64_t total,
+                         struct cattn_edges *edges);
 
 /* ---- quantized arrays ---- */
 
@@ -223,6 +226,10 @@ bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_out
                              const struct cattn_output *b, const char *name_b);
 /* Copies a temporary, if there is one, into the caller's array. */
 bool cattn_output_finish(struct cattn_output *output);
+/* The result of a function with a state: the output, or with `returns_state` a LinearAttentionOutput. Copies
+ * temporaries; `state_out` may be empty. */
+PyObject *cattn_outputs_with_state(struct binding_state *state, struct cattn_output *out,
+                                   struct cattn_output *state_out, bool returns_state);
 /* The array that the user gets, a new reference. */
 PyObject *cattn_output_result(const struct cattn_output *output);
 void cattn_output_clear(struct cattn_output *output);

@@ -40,14 +40,13 @@ static bool take_activation(struct call *call, PyObject *activation) {
 }
 
 static bool take_edges(struct call *call, PyObject *cu_seqlens, PyObject *seq_lengths) {
-    if (cu_seqlens == Py_None)
-        return true;
-    if (seq_lengths != Py_None)
-        return cattn_raise(PyExc_ValueError, "seq_lengths and cu_seqlens exclude each other: packed sequences have no "
-                                             "padding");
     const int nd = PyArray_NDIM(call->inputs[X]);
-    return cattn_arg_edges(call->state, cu_seqlens, "cu_seqlens", nd >= 2 ? PyArray_DIM(call->inputs[X], nd - 2) : 0,
-                           &call->edges);
+    const int64_t total = nd >= 2 ? PyArray_DIM(call->inputs[X], nd - 2) : 0;
+    if (!cattn_arg_sequences(call->state, cu_seqlens, seq_lengths, total, &call->edges))
+        return false;
+    call->params.edges = call->edges.edges;
+    call->params.longest = call->edges.longest;
+    return true;
 }
 
 /* Fills in sizes and views; Python code no longer runs. */
@@ -135,29 +134,17 @@ CATTN_DEFINE_RUN(run, cattn_causal_conv, cattn_conv_params)
 
 PyObject *cattn_body_causal_conv(struct binding_state *state, PyObject **args) {
     struct call call = {.state = state};
-    PyObject *result = NULL;
+    PyObject *result = NULL, *const seq_lengths = args[CAUSAL_CONV_seq_lengths];
     bool wants_state;
     cattn_clear_conv(&call.params);
-    if (!take_activation(&call, args[CAUSAL_CONV_activation]) || !take_arrays(&call, args) ||
-        !take_edges(&call, args[CAUSAL_CONV_cu_seqlens], args[CAUSAL_CONV_seq_lengths]) ||
-        !cattn_arg_flag(args[CAUSAL_CONV_return_state], "return_state", &wants_state))
-        goto done;
-    call.params.edges = call.edges.edges;
-    call.params.longest = call.edges.longest;
-    if (check(&call) &&
-        cattn_arg_counts(state, args[CAUSAL_CONV_seq_lengths], "seq_lengths", call.params.seqlen, call.nd - 2,
-                         call.params.batch_shape, &call.params.length, &call.lengths, &call.params.lengths) &&
+    if (take_activation(&call, args[CAUSAL_CONV_activation]) && take_arrays(&call, args) &&
+        take_edges(&call, args[CAUSAL_CONV_cu_seqlens], seq_lengths) &&
+        cattn_arg_flag(args[CAUSAL_CONV_return_state], "return_state", &wants_state) && check(&call) &&
+        cattn_arg_counts(state, seq_lengths, "seq_lengths", call.params.seqlen, call.nd - 2, call.params.batch_shape,
+                         &call.params.length, &call.lengths, &call.params.lengths) &&
         make_results(&call, args[CAUSAL_CONV_out], args[CAUSAL_CONV_state_out], wants_state) &&
-        run(&call.params, call.out.array) && cattn_output_finish(&call.out) &&
-        (call.state_out.array == NULL || cattn_output_finish(&call.state_out))) {
-        PyObject *out = cattn_output_result(&call.out);
-        PyObject *last = wants_state ? cattn_output_result(&call.state_out) : NULL;
-        result = wants_state ? PyObject_CallFunctionObjArgs(state->linear_attention_output, out, last, NULL)
-                             : Py_NewRef(out);
-        Py_DECREF(out);
-        Py_XDECREF(last);
-    }
-done:
+        run(&call.params, call.out.array))
+        result = cattn_outputs_with_state(state, &call.out, &call.state_out, wants_state);
     for (int i = 0; i < N_INPUTS; i++)
         Py_XDECREF((PyObject *)call.inputs[i]);
     Py_XDECREF((PyObject *)call.lengths);

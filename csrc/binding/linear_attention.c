@@ -65,15 +65,9 @@ static int64_t total_of(const struct call *call) {
 }
 
 static bool take_edges(struct call *call, PyObject *cu_seqlens, PyObject *seq_lengths) {
-    call->shape.n_sequences = -1;
-    if (cu_seqlens == Py_None)
-        return true;
-    if (seq_lengths != Py_None)
-        return cattn_raise(PyExc_ValueError, "seq_lengths and cu_seqlens exclude each other: packed sequences have no "
-                                             "padding");
-    if (!cattn_arg_edges(call->state, cu_seqlens, "cu_seqlens", total_of(call), &call->edges))
+    if (!cattn_arg_sequences(call->state, cu_seqlens, seq_lengths, total_of(call), &call->edges))
         return false;
-    call->shape.n_sequences = call->edges.n_sequences;
+    call->shape.n_sequences = cu_seqlens == Py_None ? -1 : call->edges.n_sequences;
     call->params->edges = call->edges.edges;
     return true;
 }
@@ -176,17 +170,6 @@ static void release(struct call *call) {
     cattn_output_clear(&call->state_out);
 }
 
-static PyObject *result_of(const struct call *call, bool with_state) {
-    PyObject *out = cattn_output_result(&call->out);
-    if (!with_state)
-        return out;
-    PyObject *state = cattn_output_result(&call->state_out);
-    PyObject *result = PyObject_CallFunctionObjArgs(call->state->linear_attention_output, out, state, NULL);
-    Py_DECREF(out);
-    Py_DECREF(state);
-    return result;
-}
-
 PyObject *cattn_body_linear_attention(struct binding_state *state, PyObject **args) {
     struct cattn_linear_attention_params params;
     struct call call = {.state = state, .params = &params};
@@ -197,9 +180,8 @@ PyObject *cattn_body_linear_attention(struct binding_state *state, PyObject **ar
     if (parse(&call, args, Py_None, Py_None, "query, key and value", frozen) &&
         cattn_arg_flag(args[LINEAR_ATTENTION_return_state], "return_state", &wants_state) &&
         make_out(&call, args[LINEAR_ATTENTION_out]) &&
-        make_state_out(&call, args[LINEAR_ATTENTION_state_out], wants_state) && run(&params, compute, &params) &&
-        cattn_output_finish(&call.out) && (call.state_out.array == NULL || cattn_output_finish(&call.state_out)))
-        result = result_of(&call, wants_state);
+        make_state_out(&call, args[LINEAR_ATTENTION_state_out], wants_state) && run(&params, compute, &params))
+        result = cattn_outputs_with_state(state, &call.out, &call.state_out, wants_state);
     release(&call);
     return result;
 }
@@ -264,7 +246,10 @@ static bool view_grads(const struct call *call, struct cattn_array *frozen,
  * cu_seqlens, layout): the six gradients or None, in the dtype of the computation, with heads before tokens and with
  * all heads and batch entries of the call. */
 PyObject *cattn_py_linear_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    enum { FIRST = 2, LAST = LINEAR_ATTENTION_layout }; /* args[FIRST ..] are those of linear_attention, up to LAST */
+    enum {
+        FIRST = 2,
+        LAST = LINEAR_ATTENTION_layout
+    }; /* from args[FIRST] on: arguments of linear_attention, up to LAST */
     struct cattn_linear_attention_backward_params params;
     struct call call = {.state = cattn_state(module), .params = &params.forward};
     struct cattn_array frozen[N_INPUTS];

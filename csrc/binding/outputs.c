@@ -207,6 +207,20 @@ PyObject *cattn_output_end(bool computed, struct cattn_output *output, PyArrayOb
     return result;
 }
 
+PyObject *cattn_outputs_with_state(struct binding_state *state, struct cattn_output *out,
+                                   struct cattn_output *state_out, bool returns_state) {
+    if (!cattn_output_finish(out) || (state_out->array != NULL && !cattn_output_finish(state_out)))
+        return NULL;
+    PyObject *first = cattn_output_result(out);
+    if (!returns_state)
+        return first;
+    PyObject *second = cattn_output_result(state_out);
+    PyObject *result = PyObject_CallFunctionObjArgs(state->linear_attention_output, first, second, NULL);
+    Py_DECREF(first);
+    Py_DECREF(second);
+    return result;
+}
+
 /* _store(result, out): copies a finished result into the caller's array, with the checks of every out=. */
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("_store", n_args, 2) || !cattn_ready(cattn_state(module)))

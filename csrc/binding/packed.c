@@ -62,6 +62,14 @@ bool cattn_arg_edges(struct binding_state *state, PyObject *object, const char *
     return fits;
 }
 
+bool cattn_arg_sequences(struct binding_state *state, PyObject *cu_seqlens, PyObject *seq_lengths, int64_t total,
+                         struct cattn_edges *edges) {
+    if (cu_seqlens != Py_None && seq_lengths != Py_None)
+        return cattn_raise(PyExc_ValueError, "seq_lengths and cu_seqlens exclude each other: packed sequences have no "
+                                             "padding");
+    return cu_seqlens == Py_None || cattn_arg_edges(state, cu_seqlens, "cu_seqlens", total, edges);
+}
+
 /* max_seqlen_q and max_seqlen_k are not needed, but must be bounds. */
 static bool check_longest(PyObject *object, const char *name, const struct cattn_edges *side, const char *edges) {
     int64_t longest;

@@ -49,6 +49,27 @@ bool cattn_check_shape(const struct cattn_door *door, const struct cattn_array *
                               cattn_show_shape(array->nd, array->dims).text, whose, cattn_show_shape(nd, dims).text);
 }
 
+bool cattn_check_batch(const struct cattn_door *door, const struct cattn_array *const *arrays, int n_arrays, int nd,
+                       int n_axes, int64_t *sizes) {
+    for (int axis = 0; axis < n_axes; axis++) {
+        const struct cattn_array *owner = arrays[0];
+        sizes[axis] = 1;
+        for (int i = 0; i < n_arrays; i++) {
+            const int64_t own = cattn_size_of(arrays[i], nd - axis);
+            if (own == 1 || own == sizes[axis])
+                continue;
+            if (sizes[axis] != 1)
+                return cattn_fail(door, CATTN_WRONG_VALUE,
+                                  "leading dimensions do not broadcast: on axis %d %s has size %" PRId64
+                                  ", %s has %" PRId64,
+                                  axis - nd, owner->name, sizes[axis], arrays[i]->name, own);
+            sizes[axis] = own;
+            owner = arrays[i];
+        }
+    }
+    return true;
+}
+
 int64_t cattn_count(int nd, const int64_t *dims) {
     int64_t count = 1;
     for (int axis = 0; axis < nd; axis++) {

@@ -60,6 +60,13 @@ bool cattn_check_broadcast(const struct cattn_door *door, const struct cattn_arr
 /* The array must have this shape, the shape of `whose`. */
 bool cattn_check_shape(const struct cattn_door *door, const struct cattn_array *array, const char *whose, int nd,
                        const int64_t *dims);
+/* A size, counted from the end: 1 if the array has no data, or no such axis. */
+static inline int64_t cattn_size_of(const struct cattn_array *array, int back) {
+    return array->data != NULL && back <= array->nd ? array->dims[array->nd - back] : 1;
+}
+/* Fills in the first n_axes sizes of a call of nd axes, to which the sizes of the arrays broadcast. */
+bool cattn_check_batch(const struct cattn_door *door, const struct cattn_array *const *arrays, int n_arrays, int nd,
+                       int n_axes, int64_t *sizes);
 /* The product of sizes; -1: it is too large. */
 int64_t cattn_count(int nd, const int64_t *dims);
 
@@ -141,7 +148,7 @@ struct cattn_linear_shape {
     int nd, n_batch_dims; /* n_batch_dims: of the arrays with tokens */
     int axes;             /* of query, for cattn_view */
     int state_nd;
-    int64_t dims[CATTN_MAX_AXES]; /* of the output; with the heads of states and width d_k of a gradient of keys */
+    int64_t dims[CATTN_MAX_AXES];       /* of the output, with its heads before its tokens */
     int64_t state_dims[CATTN_MAX_AXES]; /* of the states */
 };
 /* The view of an array with the axes of query, in the order that the caller has. */

@@ -4,11 +4,6 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* A size, counted from the end; 1 if the array is not there or has no such axis. */
-static int64_t size_of(const struct cattn_array *array, int back) {
-    return array->data != NULL && back <= array->nd ? array->dims[array->nd - back] : 1;
-}
-
 static void swap_axes(struct cattn_array *array, int a, int b) {
     const int64_t dim = array->dims[array->nd - a], stride = array->strides[array->nd - a];
     array->dims[array->nd - a] = array->dims[array->nd - b];
@@ -81,14 +76,14 @@ static bool fail_sizes(const struct cattn_door *door, const struct cattn_array *
 static bool check_tokens(const struct cattn_door *door, const struct cattn_array *inputs,
                          struct cattn_linear_attention_params *params) {
     const struct cattn_array *query = &inputs[LINEAR_QUERY], *key = &inputs[LINEAR_KEY];
-    params->length = params->seqlen = size_of(query, 2);
-    params->d_k = size_of(query, 1);
-    params->d_v = size_of(&inputs[LINEAR_VALUE], 1);
-    if (size_of(key, 1) != params->d_k)
-        return fail_sizes(door, key, size_of(key, 1), query, params->d_k, "d_k");
+    params->length = params->seqlen = cattn_size_of(query, 2);
+    params->d_k = cattn_size_of(query, 1);
+    params->d_v = cattn_size_of(&inputs[LINEAR_VALUE], 1);
+    if (cattn_size_of(key, 1) != params->d_k)
+        return fail_sizes(door, key, cattn_size_of(key, 1), query, params->d_k, "d_k");
     for (int i = LINEAR_KEY; i <= LINEAR_VALUE; i++)
-        if (size_of(&inputs[i], 2) != params->seqlen)
-            return fail_sizes(door, &inputs[i], size_of(&inputs[i], 2), query, params->seqlen, "T");
+        if (cattn_size_of(&inputs[i], 2) != params->seqlen)
+            return fail_sizes(door, &inputs[i], cattn_size_of(&inputs[i], 2), query, params->seqlen, "T");
     return true;
 }
 
@@ -98,9 +93,9 @@ static bool divides(int64_t part, int64_t whole) { return part > 0 ? whole % par
 static bool check_heads(const struct cattn_door *door, const struct cattn_array *inputs,
                         const struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params) {
     const bool has_heads = shape->axes & CATTN_AXIS_HEAD;
-    const int64_t query = has_heads ? size_of(&inputs[LINEAR_QUERY], 3) : 1;
-    const int64_t key = has_heads ? size_of(&inputs[LINEAR_KEY], 3) : 1;
-    const int64_t value = has_heads ? size_of(&inputs[LINEAR_VALUE], 3) : 1;
+    const int64_t query = has_heads ? cattn_size_of(&inputs[LINEAR_QUERY], 3) : 1;
+    const int64_t key = has_heads ? cattn_size_of(&inputs[LINEAR_KEY], 3) : 1;
+    const int64_t value = has_heads ? cattn_size_of(&inputs[LINEAR_VALUE], 3) : 1;
     const int64_t states = key > value ? key : value;
     params->query_heads = query;
     params->key_heads = key;
@@ -122,31 +117,17 @@ static bool check_heads(const struct cattn_door *door, const struct cattn_array 
 /* The batch is what query, key, value and state broadcast to, or the packed sequences. */
 static bool check_batch(const struct cattn_door *door, const struct cattn_array *inputs,
                         struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params) {
-    static const enum cattn_linear_input members[] = {LINEAR_QUERY, LINEAR_KEY, LINEAR_VALUE, LINEAR_STATE};
+    const struct cattn_array *const arrays[] = {&inputs[LINEAR_QUERY], &inputs[LINEAR_KEY], &inputs[LINEAR_VALUE],
+                                                &inputs[LINEAR_STATE]};
     const bool packed = shape->n_sequences >= 0;
-    for (int axis = 0; axis < shape->n_batch_dims; axis++) {
-        int64_t size = 1;
-        enum cattn_linear_input owner = LINEAR_QUERY;
-        for (int i = 0; i < 4; i++) {
-            const int64_t own = size_of(&inputs[members[i]], shape->nd - axis);
-            if (own == 1 || own == size)
-                continue;
-            if (size != 1)
-                return cattn_fail(door, CATTN_WRONG_VALUE,
-                                  "leading dimensions do not broadcast: on axis %d %s has size %" PRId64
-                                  ", %s has %" PRId64,
-                                  axis - shape->nd, inputs[owner].name, size, inputs[members[i]].name, own);
-            size = own;
-            owner = members[i];
-        }
-        params->batch_shape[axis] = size;
-    }
+    if (!cattn_check_batch(door, arrays, 4, shape->nd, shape->n_batch_dims, params->batch_shape))
+        return false;
     params->n_batch_dims = packed ? 1 : shape->n_batch_dims;
     if (packed)
         params->batch_shape[0] = shape->n_sequences;
     params->n_batch = cattn_count(params->n_batch_dims, params->batch_shape);
-    int64_t sizes[] = {params->n_batch, params->n_states, params->seqlen, params->d_k, params->d_v};
-    return (params->n_batch >= 0 && (params->n_batch == 0 || cattn_count(2, sizes) >= 0)) ||
+    const int64_t states[] = {params->n_batch, params->n_states};
+    return (params->n_batch >= 0 && cattn_count(2, states) >= 0) ||
            cattn_fail(door, CATTN_WRONG_VALUE, "query, key, value and state broadcast to a batch that is too large");
 }
 

@@ -2,14 +2,15 @@
 #include "check.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 static const char *const NAMES[] = {"query", "key", "value"};
 enum { QUERY, KEY, VALUE, N_INPUTS };
 
-/* A size, counted from the end in the order of the call's axes; 1 if the array is not there or has no such axis. */
+/* cattn_size_of in the order of the call's axes. */
 static int64_t size_of(const struct cattn_array *array, const struct cattn_shape *shape, int back) {
     const int axis = !shape->tokens_first || back == 1 || back > 3 ? back : 5 - back;
-    return array->data != NULL && axis <= array->nd ? array->dims[array->nd - axis] : 1;
+    return cattn_size_of(array, axis);
 }
 
 static bool fail_sizes(const struct cattn_door *door, int a, int64_t size_a, int b, int64_t size_b, const char *what) {
@@ -83,23 +84,10 @@ static bool check_heads(const struct cattn_door *door, const struct cattn_array 
 static bool check_batch(const struct cattn_door *door, const struct cattn_array *inputs, struct cattn_shape *shape,
                         struct cattn_attention_params *params) {
     params->n_batch_dims = shape->n_batch_dims;
-    for (int axis = 0; axis < shape->n_batch_dims; axis++) {
-        int64_t size = 1;
-        int owner = QUERY;
-        for (int i = QUERY; i < N_INPUTS; i++) {
-            const int64_t own = size_of(&inputs[i], shape, shape->nd - axis);
-            if (own == 1 || own == size)
-                continue;
-            if (size != 1)
-                return cattn_fail(door, CATTN_WRONG_VALUE,
-                                  "leading dimensions do not broadcast: on axis %d %s has size %" PRId64
-                                  ", %s has %" PRId64,
-                                  axis - shape->nd, NAMES[owner], size, NAMES[i], own);
-            size = own;
-            owner = i;
-        }
-        shape->dims[axis] = params->batch_shape[axis] = size;
-    }
+    const struct cattn_array *const arrays[] = {&inputs[QUERY], &inputs[KEY], &inputs[VALUE]};
+    if (!cattn_check_batch(door, arrays, N_INPUTS, shape->nd, shape->n_batch_dims, params->batch_shape))
+        return false;
+    memcpy(shape->dims, params->batch_shape, (size_t)shape->n_batch_dims * sizeof *shape->dims);
     params->n_batch = cattn_count(shape->n_batch_dims, shape->dims);
     if (params->n_batch < 0)
         return cattn_fail(door, CATTN_WRONG_VALUE, "query, key and value broadcast to a batch that is too large");

@@ -21,11 +21,8 @@ static void *row_at(const struct cattn_conv_params *p, const struct cattn_tensor
     return at + row * tensor->row * (int64_t)element;
 }
 
-static int64_t tokens_of(const struct cattn_conv_params *p, int64_t entry, int64_t *first) {
-    *first = p->edges ? p->edges[entry] : 0;
-    if (p->edges)
-        return p->edges[entry + 1] - *first;
-    return cattn_batch_number(&p->lengths, p->length, p->n_batch_dims, p->batch_shape, entry);
+static struct cattn_token_span span_of(const struct cattn_conv_params *p, int64_t entry) {
+    return cattn_token_span(p->edges, &p->lengths, p->length, p->n_batch_dims, p->batch_shape, entry);
 }
 
 /* The row of x at `token` of an entry whose first row is `first`: one of the state before token 0, NULL without state.
@@ -42,19 +39,19 @@ static void conv_task(void *context, int64_t task, struct cattn_worker *worker) 
     const struct cattn_conv_params *p = job->params;
     const size_t element = cattn_stored_size(p->dtype, p->storage);
     const int64_t entry = task / job->n_blocks, begin = task % job->n_blocks * job->block;
-    int64_t first;
-    const int64_t n_tokens = tokens_of(p, entry, &first), end = p->edges ? n_tokens : p->seqlen;
+    const struct cattn_token_span span = span_of(p, entry);
+    const int64_t end = p->edges ? span.n : p->seqlen;
     const void **rows = cattn_worker_scratch(worker);
     int64_t *cols = (int64_t *)(rows + p->width);
     for (int64_t t = begin; t < end && t < begin + job->block && !cattn_should_stop(worker); t++) {
-        char *out = row_at(p, &p->out, entry, first + t);
-        if (t >= n_tokens) {
+        char *out = row_at(p, &p->out, entry, span.first + t);
+        if (t >= span.n) {
             for (int64_t c = 0; c < p->n_channels; c++)
                 memset(out + c * p->out.col * (int64_t)element, 0, element);
             continue;
         }
         for (int64_t j = 0; j < p->width; j++)
-            rows[j] = source_at(p, entry, first, t - p->width + 1 + j, &cols[j]);
+            rows[j] = source_at(p, entry, span.first, t - p->width + 1 + j, &cols[j]);
         const struct cattn_conv_row args = {.n = p->n_channels,
                                             .width = p->width,
                                             .silu = p->silu,
@@ -73,11 +70,11 @@ static void conv_task(void *context, int64_t task, struct cattn_worker *worker) 
 /* The last width - 1 rows, in ascending order: the new state may be the old one. */
 static void write_state(const struct cattn_conv_params *p, int64_t entry) {
     const size_t element = cattn_stored_size(p->dtype, p->storage);
-    int64_t first, col;
-    const int64_t n_tokens = tokens_of(p, entry, &first);
+    const struct cattn_token_span span = span_of(p, entry);
+    int64_t col;
     for (int64_t i = 0; i < p->width - 1; i++) {
         char *to = row_at(p, &p->state_out, entry, i);
-        const char *from = source_at(p, entry, first, n_tokens + i - p->width + 1, &col);
+        const char *from = source_at(p, entry, span.first, span.n + i - p->width + 1, &col);
         for (int64_t c = 0; c < p->n_channels; c++, to += p->state_out.col * (int64_t)element) {
             if (from)
                 memmove(to, from + c * col * (int64_t)element, element);

@@ -30,12 +30,8 @@ static struct cattn_strided part_of(const struct cattn_linear_attention_params *
     return part;
 }
 
-/* The first token of an entry, and the number of its tokens. */
-static int64_t tokens_of(const struct cattn_linear_attention_params *p, int64_t entry, int64_t *first) {
-    *first = p->edges ? p->edges[entry] : 0;
-    if (p->edges)
-        return p->edges[entry + 1] - *first;
-    return cattn_batch_number(&p->lengths, p->length, p->n_batch_dims, p->batch_shape, entry);
+static struct cattn_token_span span_of(const struct cattn_linear_attention_params *p, int64_t entry) {
+    return cattn_token_span(p->edges, &p->lengths, p->length, p->n_batch_dims, p->batch_shape, entry);
 }
 
 /* Queries of one state. */
@@ -51,23 +47,22 @@ static struct cattn_state_columns state_at(const struct cattn_linear_attention_p
     const int64_t each = queries_each(p);
     const int64_t query_head = p->query_heads > p->n_states ? head * each : head / (p->n_states / p->query_heads);
     const int64_t key_head = head / (p->n_states / p->key_heads), value_head = head / (p->n_states / p->value_heads);
-    int64_t first;
-    const int64_t n_tokens = tokens_of(p, entry, &first);
+    const struct cattn_token_span span = span_of(p, entry);
     return (struct cattn_state_columns){
         .stop = cattn_stop_of(worker),
-        .n_tokens = n_tokens,
+        .n_tokens = span.n,
         .n_columns = p->d_v - column,
         .d_k = p->d_k,
         .n_queries = each,
         .scale = p->scale,
         .storage = p->storage,
         .decay_by_row = p->decay_by_row,
-        .query = part_of(p, &p->query, entry, query_head, first * p->query.row, stored),
-        .key = part_of(p, &p->key, entry, key_head, first * p->key.row, stored),
-        .value = part_of(p, &p->value, entry, value_head, first * p->value.row + column * p->value.col, stored),
-        .out = part_of(p, &p->out, entry, head * each, first * p->out.row + column * p->out.col, stored),
-        .decay = part_of(p, &p->decay, entry, head, first * p->decay.row, element),
-        .beta = part_of(p, &p->beta, entry, head, first * p->beta.row, element),
+        .query = part_of(p, &p->query, entry, query_head, span.first * p->query.row, stored),
+        .key = part_of(p, &p->key, entry, key_head, span.first * p->key.row, stored),
+        .value = part_of(p, &p->value, entry, value_head, span.first * p->value.row + column * p->value.col, stored),
+        .out = part_of(p, &p->out, entry, head * each, span.first * p->out.row + column * p->out.col, stored),
+        .decay = part_of(p, &p->decay, entry, head, span.first * p->decay.row, element),
+        .beta = part_of(p, &p->beta, entry, head, span.first * p->beta.row, element),
         .state = part_of(p, &p->state, entry, head, column * p->state.col, element),
         .state_out = part_of(p, &p->state_out, entry, head, column * p->state_out.col, element),
         .strip = scratch,
@@ -163,12 +158,11 @@ static struct cattn_state_gradient gradient_at(const struct gradient_job *job, i
     const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
     const int64_t piece = task % job->pieces, head = task / job->pieces % p->n_states;
     const int64_t entry = task / job->pieces / p->n_states, of_queries = head * queries_each(p);
-    int64_t first;
+    const int64_t first = span_of(p, entry).first;
     struct cattn_state_gradient g = {.begin = piece * job->each, .d_v = p->d_v};
     char *scratch = cattn_worker_scratch(worker);
     g.forward = state_at(p, entry, head, 0, scratch, 0, worker);
     carve_gradient(job, scratch, job->scratch_size, &g);
-    tokens_of(p, entry, &first);
     const int64_t row = p->edges ? head * p->seqlen + first : (entry * p->n_states + head) * p->seqlen;
     g.grad_out = part_of(p, &params->grad_out, entry, of_queries, first * params->grad_out.row, stored);
     g.grad_final = part_of(p, &params->grad_final, entry, head, 0, element);

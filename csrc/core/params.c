@@ -24,6 +24,13 @@ int64_t cattn_batch_number(const struct cattn_tensor *numbers, int64_t common, i
                : common;
 }
 
+struct cattn_token_span cattn_token_span(const int64_t *edges, const struct cattn_tensor *lengths, int64_t length,
+                                         int n_batch_dims, const int64_t *batch_shape, int64_t index) {
+    if (edges)
+        return (struct cattn_token_span){edges[index], edges[index + 1] - edges[index]};
+    return (struct cattn_token_span){0, cattn_batch_number(lengths, length, n_batch_dims, batch_shape, index)};
+}
+
 /* ---- structs without options ---- */
 
 /* A struct is up to 10 KB, nearly all of it strides that few calls use: clearing it whole would cost more than a tiny

@@ -44,4 +44,11 @@ int64_t cattn_batch_offset(const struct cattn_tensor *tensor, int n_batch_dims, 
 int64_t cattn_batch_number(const struct cattn_tensor *numbers, int64_t common, int n_batch_dims,
                            const int64_t *batch_shape, int64_t index);
 
+/* The rows of batch entry `index`: of packed sequences, if there are edges, else the first ones of the entry. */
+struct cattn_token_span {
+    int64_t first, n;
+};
+struct cattn_token_span cattn_token_span(const int64_t *edges, const struct cattn_tensor *lengths, int64_t length,
+                                         int n_batch_dims, const int64_t *batch_shape, int64_t index);
+
 #endif
