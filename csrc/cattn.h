@@ -413,8 +413,8 @@ struct cattn_linear_attention_backward_params {
     struct cattn_linear_attention_params forward; /* without out and state_out */
 };
 
-/* For each channel: out[t] = f(the sum over j of weight[j] * x[t - width + 1 + j], plus bias), where rows before the
- * first are those of the state, or take no part without one. */
+/* For each channel: out[t] = f(the sum over j of weight[j] * x[t - width + 1 + j], plus bias). Rows before the first
+ * one come from the state; without a state they take no part. */
 struct cattn_conv_params {
     enum cattn_dtype dtype;     /* of the computation, weight and bias */
     enum cattn_storage storage; /* of x, out and the states */

@@ -480,7 +480,7 @@ struct cattn_state_columns {
  *     gradient_tokens    once
  */
 struct cattn_state_gradient {
-    struct cattn_state_columns forward; /* without out; its pointers are those of the whole state */
+    struct cattn_state_columns forward; /* without out; for the whole state */
     int64_t begin, end, d_v;            /* the columns or rows that are computed */
     struct cattn_strided grad_out;      /* stored as query */
     struct cattn_strided grad_final;    /* the gradient of the last state; or absent */

@@ -24,7 +24,7 @@ static struct array *add(struct source *s, struct problem *problem, int which, c
     dims[n_batch + 1] = size.rows;
     if (size.cols >= 0)
         dims[n_batch + 2] = size.cols;
-    /* heads do not broadcast here: their numbers are those of the call */
+    /* heads do not broadcast here: the call knows their numbers */
     const unsigned broadcast = role == INPUT ? choose_broadcast(s, n_axes) & ~(1u << n_batch) : 0;
     struct array array = make_array(s, role, element, n_axes, dims, broadcast);
     if (role == INPUT)

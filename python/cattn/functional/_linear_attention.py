@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,44 +18,45 @@ from ._options import implemented_in_c
 __all__ = ["causal_conv", "causal_conv_backward", "linear_attention", "linear_attention_backward"]
 
 
+class _StateOptions(TypedDict, total=False):
+    """What both functions with a state take; a type checker reads it."""
+
+    state: ArrayLike | None
+    seq_lengths: ArrayLike | None
+    cu_seqlens: ArrayLike | None
+    state_out: NDArray[Any] | None
+    out: NDArray[Any] | None
+
+
+class _LinearOptions(_StateOptions, total=False):
+    decay: ArrayLike | None
+    beta: ArrayLike | None
+    scale: float | None
+    layout: Layout
+
+
+class _ConvOptions(_StateOptions, total=False):
+    activation: Literal["silu"] | None
+
+
 @overload
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    state: ArrayLike | None = None,
-    scale: float | None = None,
-    seq_lengths: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    layout: Layout = "bhtd",
-    return_state: Literal[False] = False,
-    state_out: NDArray[Any] | None = None,
-    out: NDArray[Any] | None = None,
+    return_state: Literal[False] = ...,
+    **options: Unpack[_LinearOptions],
 ) -> NDArray[Any]: ...
-
-
 @overload
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    state: ArrayLike | None = None,
-    scale: float | None = None,
-    seq_lengths: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    layout: Layout = "bhtd",
     return_state: Literal[True],
-    state_out: NDArray[Any] | None = None,
-    out: NDArray[Any] | None = None,
+    **options: Unpack[_LinearOptions],
 ) -> LinearAttentionOutput: ...
-
-
 @implemented_in_c
 def linear_attention(  # type: ignore[empty-body]
     query: ArrayLike,
@@ -224,8 +225,8 @@ def linear_attention_backward(
     -------
     LinearAttentionGradients
         Gradients in the shapes of the arguments, summed where an argument was repeated for several heads or batch
-        entries. Those of query, key and value have the dtype that NumPy promotes these and `grad_out` to; those of
-        decay, beta and state are float32, or float64 for float64.
+        entries. For query, key and value they have the dtype that NumPy promotes these and `grad_out` to; for
+        decay, beta and state they are float32, or float64 for float64.
 
     Raises
     ------
@@ -297,34 +298,20 @@ def _sum_over_heads(
 def causal_conv(
     x: ArrayLike,
     weight: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | None = ...,
     *,
-    state: ArrayLike | None = None,
-    activation: Literal["silu"] | None = None,
-    seq_lengths: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    return_state: Literal[False] = False,
-    state_out: NDArray[Any] | None = None,
-    out: NDArray[Any] | None = None,
+    return_state: Literal[False] = ...,
+    **options: Unpack[_ConvOptions],
 ) -> NDArray[Any]: ...
-
-
 @overload
 def causal_conv(
     x: ArrayLike,
     weight: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | None = ...,
     *,
-    state: ArrayLike | None = None,
-    activation: Literal["silu"] | None = None,
-    seq_lengths: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
     return_state: Literal[True],
-    state_out: NDArray[Any] | None = None,
-    out: NDArray[Any] | None = None,
+    **options: Unpack[_ConvOptions],
 ) -> LinearAttentionOutput: ...
-
-
 @implemented_in_c
 def causal_conv(  # type: ignore[empty-body]
     x: ArrayLike,
@@ -376,7 +363,7 @@ def causal_conv(  # type: ignore[empty-body]
     TypeError
         A dtype is not supported, or float16 and bfloat16 are mixed.
     ValueError
-        Shapes do not fit, `activation` is another word, or lengths are not those of x.
+        Shapes do not fit, `activation` is another word, or lengths do not fit x.
 
     See Also
     --------
