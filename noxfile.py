@@ -80,7 +80,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def machines(session: nox.Session) -> None:
-    """Compare bits with AArch64, s390x and older x86-64 under QEMU; long: more problems, all tables, tests."""
+    """Compare bits with AArch64, s390x, older x86-64 (QEMU) and WebAssembly; long: more problems, all tables, tests."""
     session.run("tools/machines", *session.posargs)
 
 

@@ -11,7 +11,9 @@
 #error "float must be computed in float, by the bit contract: on s390x -std=gnu11"
 #endif
 
-_Static_assert(SIZE_MAX >= INT64_MAX, "sizes of scratch are counted in size_t, for arrays of up to 2^48 elements");
+/* Sizes of memory that is still to be allocated, and their factors: 64 bits also where size_t has 32, so that no
+ * product wraps for arrays of up to 2^48 elements. What exists is counted in size_t. */
+typedef uint64_t cattn_size;
 
 /* The type that a call computes in. */
 enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };

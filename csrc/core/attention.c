@@ -25,9 +25,9 @@ struct forward_job {
     /* split path: the partial results of the tasks of a wave, which starts at first_task */
     int64_t first_task;
     char *partials;
-    size_t partial_size, stats_size, acc_size;   /* of a partial result; of its maxima or sums; of its accumulator */
-    struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
-    bool overflowed, small_weights;              /* split path: a block overflowed; this is its repetition */
+    cattn_size partial_size, stats_size, acc_size; /* of a partial result; of its maxima or sums; of its accumulator */
+    struct cattn_dropout_stream *dropout_stream;   /* serial dropout bits, or NULL */
+    bool overflowed, small_weights;                /* split path: a block overflowed; this is its repetition */
 };
 
 /* A second attempt at the elements of the output whose sums overflowed; the other results are there. */
@@ -160,8 +160,8 @@ static void block_task(void *context, int64_t task, struct cattn_worker *worker)
 /* Copies the running state of a chunk to its place in the wave, or back. */
 static void copy_partial(const struct forward_job *job, int64_t index, const struct cattn_rows *rows, bool back) {
     void *const arrays[] = {rows->scratch.row_max, rows->scratch.row_sum, rows->scratch.acc};
-    char *place = job->partials + (size_t)index * job->partial_size;
-    const size_t sizes[] = {job->stats_size, job->stats_size, job->acc_size};
+    char *place = job->partials + (cattn_size)index * job->partial_size;
+    const size_t sizes[] = {(size_t)job->stats_size, (size_t)job->stats_size, (size_t)job->acc_size};
     for (int i = 0; i < 3; place += sizes[i++])
         memcpy(back ? arrays[i] : place, back ? place : arrays[i], sizes[i]);
 }
@@ -218,13 +218,13 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     if (plan->n_chunks == 0)
         plan->n_chunks = 1; /* no keys: one empty chunk */
     const size_t element = cattn_element_size(p->dtype);
-    job->stats_size = (size_t)cattn_plan_row_slots(plan) * element;
-    job->acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(p) * element;
+    job->stats_size = (cattn_size)cattn_plan_row_slots(plan) * element;
+    job->acc_size = CATTN_FEW_ROWS * (cattn_size)cattn_plan_acc_cols(p) * element;
     job->partial_size = 2 * job->stats_size + (job->acc_size + 63) / 64 * 64; /* the scratch after them stays aligned */
     const int64_t n_tasks = n_blocks * plan->n_chunks;
     const int64_t wave = cattn_plan_wave(plan, n_tasks, job->partial_size);
-    const size_t partials_size = (size_t)wave * job->partial_size;
-    char *memory = malloc(partials_size + plan->scratch_size + 64); /* 64: room for the alignment */
+    const cattn_size partials_size = (cattn_size)wave * job->partial_size;
+    char *memory = cattn_allocate(partials_size + plan->scratch_size + 64); /* 64: room for the alignment */
     if (!memory)
         return CATTN_NO_MEMORY;
     job->partials = memory + (64 - (uintptr_t)memory % 64) % 64;

@@ -367,11 +367,11 @@ static void finish_misfits(const struct backward_job *job) {
 /* Arrays with one element for each batch entry, head and block, all 0. */
 static bool allocate(struct backward_job *job) {
     const struct cattn_attention_params *p = &job->params->forward;
-    const size_t n = (size_t)(p->n_batch * p->num_heads * job->plan.blocks_per_head);
+    const cattn_size n = (cattn_size)(p->n_batch * p->num_heads * job->plan.blocks_per_head);
     if (job->params->grad_sinks.data)
-        job->sinks = calloc(n, sizeof *job->sinks);
+        job->sinks = cattn_allocate_zeros(n, sizeof *job->sinks);
     if (job->params->misfit)
-        job->misfits = calloc(n, sizeof *job->misfits);
+        job->misfits = cattn_allocate_zeros(n, sizeof *job->misfits);
     return (job->sinks || !job->params->grad_sinks.data) && (job->misfits || !job->params->misfit);
 }
 

@@ -143,7 +143,7 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
     if (rows->scratch.drop_bits)
         for (int r = 0; r < rows->n_rows; r++)
             rows->per_row->drop_bits[r] =
-                rows->scratch.drop_bits + (size_t)r * cattn_dropout_stream_row_bytes(p->seqlen_k);
+                rows->scratch.drop_bits + (cattn_size)r * cattn_dropout_stream_row_bytes(p->seqlen_k);
 }
 
 /* One number of a tensor that has one a head, in the call's dtype. */

@@ -104,7 +104,7 @@ enum cattn_status cattn_causal_conv(const struct cattn_conv_params *p) {
     struct conv_job job = {.params = p, .kernels = cattn_row_kernels_for(p->dtype), .weight = p->weight.data};
     char *memory = NULL;
     if (p->weight.row != 1 || p->weight.col != p->n_channels) {
-        memory = malloc((size_t)(p->width * p->n_channels) * cattn_element_size(p->dtype));
+        memory = cattn_allocate((cattn_size)(p->width * p->n_channels) * cattn_element_size(p->dtype));
         if (!memory)
             return CATTN_NO_MEMORY;
         transpose(p, memory);
@@ -113,7 +113,7 @@ enum cattn_status cattn_causal_conv(const struct cattn_conv_params *p) {
     const int64_t longest = p->edges ? p->longest : p->seqlen;
     job.block = cattn_rows_per_task(p->n_channels * p->width);
     job.n_blocks = cattn_ceil_div(longest, job.block);
-    const size_t scratch = (size_t)p->width * (sizeof(void *) + sizeof(int64_t));
+    const cattn_size scratch = (cattn_size)p->width * (sizeof(void *) + sizeof(int64_t));
     enum cattn_status status =
         cattn_parallel_for(p->n_batch * job.n_blocks, p->num_threads, scratch, conv_task, &job, &p->poll);
     if (status == CATTN_OK && p->state_out.data && p->width > 1)

@@ -37,7 +37,7 @@ int64_t cattn_dropout_stream_keys(struct cattn_torch_dropout *cursor, int64_t k0
 static bool draw_row(struct cattn_torch_dropout *cursor, int64_t first, int64_t n_keys, uint8_t *bits,
                      struct cattn_worker *worker) {
     uint8_t kept[CATTN_STREAM_KEYS];
-    memset(bits, 0, cattn_dropout_stream_row_bytes(n_keys));
+    memset(bits, 0, (size_t)cattn_dropout_stream_row_bytes(n_keys));
     for (int64_t k0 = 0, n; k0 < n_keys; k0 += n) {
         n = cattn_dropout_stream_keys(cursor, k0, n_keys, kept, worker);
         if (n == 0)
@@ -57,7 +57,7 @@ bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task
         return false;
     /* the cursor is this task's until it passes the ticket on */
     for (int r = 0; r < rows->n_rows; r++) {
-        uint8_t *bits = rows->scratch.drop_bits + (size_t)r * cattn_dropout_stream_row_bytes(n_keys);
+        uint8_t *bits = rows->scratch.drop_bits + (cattn_size)r * cattn_dropout_stream_row_bytes(n_keys);
         if (!draw_row(&stream->cursor, rows->first_key, n_keys, bits, worker))
             return false; /* the whole call stops: no task waits for the next ticket for long */
     }

@@ -69,19 +69,19 @@ static bool joins_masks(const struct cattn_attention_params *p) {
 
 struct cattn_gather *cattn_gather_lay_out(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
                                           struct cattn_arena *arena) {
-    const size_t n = (size_t)p->n_indices, element = cattn_element_size(p->dtype);
-    const size_t key = cattn_stored_size(p->dtype, p->quantized_key ? p->quantized_key : p->storage);
-    const size_t value = cattn_stored_size(p->dtype, p->quantized_value ? p->quantized_value : p->storage);
-    const size_t pairs = n * (size_t)plan->heads_per_unit * (size_t)plan->rows_per_unit;
+    const cattn_size n = (cattn_size)p->n_indices, element = cattn_element_size(p->dtype);
+    const cattn_size key = cattn_stored_size(p->dtype, p->quantized_key ? p->quantized_key : p->storage);
+    const cattn_size value = cattn_stored_size(p->dtype, p->quantized_value ? p->quantized_value : p->storage);
+    const cattn_size pairs = n * (cattn_size)plan->heads_per_unit * (cattn_size)plan->rows_per_unit;
     const bool key_scale = p->quantized_key, value_scale = p->quantized_value && p->value.data;
     struct cattn_gather unused = {.n_keys = 0}, *gather = cattn_carve(arena, sizeof *gather),
                         *g = gather ? gather : &unused;
     g->index = cattn_carve(arena, n * sizeof *g->index);
     g->place = cattn_carve(arena, n * sizeof *g->place);
-    g->key = cattn_carve(arena, n * (size_t)p->head_dim * key);
-    g->value = cattn_carve(arena, p->value.data ? n * (size_t)p->d_v * value : 0);
-    g->key_scale = cattn_carve(arena, key_scale ? n * (size_t)p->head_dim * sizeof(float) : 0);
-    g->value_scale = cattn_carve(arena, value_scale ? n * (size_t)p->d_v * sizeof(float) : 0);
+    g->key = cattn_carve(arena, n * (cattn_size)p->head_dim * key);
+    g->value = cattn_carve(arena, p->value.data ? n * (cattn_size)p->d_v * value : 0);
+    g->key_scale = cattn_carve(arena, key_scale ? n * (cattn_size)p->head_dim * sizeof(float) : 0);
+    g->value_scale = cattn_carve(arena, value_scale ? n * (cattn_size)p->d_v * sizeof(float) : 0);
     g->mask = cattn_carve(arena, joins_masks(p) ? pairs : 0);
     for (int b = 0; b < p->n_bias; b++)
         g->bias[b] = cattn_carve(arena, is_gathered(&p->bias[b]) ? pairs * element : 0);
@@ -118,8 +118,8 @@ static struct cattn_tensor gather_rows(const struct cattn_gather *g, const struc
         const char *ahead = from + (g->index[cattn_min(k + ROWS_AHEAD, g->n_keys - 1)] - first_key) * row;
         for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES)
             __builtin_prefetch(ahead + byte);
-        copy_elements((char *)to + (size_t)(k * n_cols) * element, from + (g->index[k] - first_key) * row, tensor->col,
-                      n_cols, element);
+        copy_elements((char *)to + (cattn_size)(k * n_cols) * element, from + (g->index[k] - first_key) * row,
+                      tensor->col, n_cols, element);
     }
     return (struct cattn_tensor){.data = to, .row = n_cols, .col = 1};
 }
@@ -278,7 +278,7 @@ void cattn_gather_unit(const struct cattn_gather_plan *plan, const struct cattn_
 struct gathered_job {
     const struct cattn_attention_params *params;
     struct cattn_gather_plan plan;
-    size_t scratch_size;
+    cattn_size scratch_size;
     atomic_int status; /* the first that is not CATTN_OK */
 };
 

@@ -18,13 +18,13 @@
 /* Units whose gradients a task keeps before it adds them: with more of them a thread waits less often, but they leave
  * the caches, and there are fewer tasks for the last thread to share. */
 #define MOST_UNITS 8
-#define BUDGET ((size_t)2 << 20)
+#define BUDGET ((cattn_size)2 << 20)
 #define FAIR_TASKS 4
 
 struct gathered_job {
     const struct cattn_backward_params *params;
     struct cattn_gather_plan plan;
-    size_t scratch_size;
+    cattn_size scratch_size;
     int64_t n_places, units_per_place; /* what units add to: gradients of one key-value head, or of all */
     struct cattn_tickets tickets;
     int64_t units_per_task;
@@ -44,13 +44,14 @@ struct gathered_unit {
 
 static struct gathered_unit *lay_out(const struct gathered_job *job, struct cattn_arena *arena) {
     const struct cattn_attention_params *p = &job->params->forward;
-    const size_t n = (size_t)p->n_indices, element = cattn_element_size(p->dtype);
-    const size_t heads = (size_t)job->plan.heads_per_unit, pairs = n * heads * (size_t)job->plan.rows_per_unit;
+    const cattn_size n = (cattn_size)p->n_indices, element = cattn_element_size(p->dtype);
+    const cattn_size heads = (cattn_size)job->plan.heads_per_unit,
+                     pairs = n * heads * (cattn_size)job->plan.rows_per_unit;
     struct gathered_unit unused = {.gather = NULL}, *unit = cattn_carve(arena, sizeof *unit),
                          *u = unit ? unit : &unused;
     u->gather = cattn_gather_lay_out(&job->plan, p, arena);
-    u->grad_key = cattn_carve(arena, n * (size_t)p->head_dim * element);
-    u->grad_value = cattn_carve(arena, n * (size_t)p->d_v * element);
+    u->grad_key = cattn_carve(arena, n * (cattn_size)p->head_dim * element);
+    u->grad_value = cattn_carve(arena, n * (cattn_size)p->d_v * element);
     u->grad_bias = cattn_carve(arena, job->params->grad_bias.data ? pairs * element : 0);
     u->grad_sinks = cattn_carve(arena, heads * element);
     return unit;
@@ -271,7 +272,7 @@ static enum cattn_status run_units(struct gathered_job *job) {
                   fitting = (int64_t)(BUDGET / job->scratch_size);
     const int64_t some = cattn_min(cattn_min(fair, fitting), MOST_UNITS);
     job->units_per_task = some < 1 ? 1 : some;
-    job->scratch_size *= (size_t)job->units_per_task;
+    job->scratch_size *= (cattn_size)job->units_per_task;
     if (!cattn_tickets_begin(&job->tickets, job->n_places))
         return CATTN_NO_MEMORY;
     const int64_t n_tasks = job->n_places * cattn_ceil_div(job->units_per_place, job->units_per_task);
@@ -301,8 +302,10 @@ enum cattn_status cattn_gathered_backward(const struct cattn_backward_params *pa
     lay_out(&job, &count);
     job.scratch_size = count.used;
     atomic_init(&job.status, CATTN_OK);
-    job.sinks = params->grad_sinks.data ? calloc((size_t)(p->n_batch * p->num_heads), sizeof *job.sinks) : NULL;
-    job.misfits = params->misfit ? calloc((size_t)job.plan.n_units, sizeof *job.misfits) : NULL;
+    job.sinks = params->grad_sinks.data
+                    ? cattn_allocate_zeros((cattn_size)(p->n_batch * p->num_heads), sizeof *job.sinks)
+                    : NULL;
+    job.misfits = params->misfit ? cattn_allocate_zeros((cattn_size)job.plan.n_units, sizeof *job.misfits) : NULL;
     const bool allocated = !job.sinks == !params->grad_sinks.data && !job.misfits == !params->misfit;
     const enum cattn_status status = allocated ? run(&job) : CATTN_NO_MEMORY;
     free(job.sinks);

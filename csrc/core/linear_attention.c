@@ -16,7 +16,7 @@ struct linear_job {
     const struct cattn_linear_attention_params *params;
     const struct cattn_row_kernels *kernels;
     int64_t columns, pieces; /* of a task, and of a state */
-    size_t strip_size, scratch_size;
+    cattn_size strip_size, scratch_size;
 };
 
 /* One head of a tensor, from an element on, with `element` bytes for each. */
@@ -41,7 +41,7 @@ static int64_t queries_each(const struct cattn_linear_attention_params *p) {
 
 /* The tokens of one state, whose `strip` is at the start of the scratch: from a column on. */
 static struct cattn_state_columns state_at(const struct cattn_linear_attention_params *p, int64_t entry, int64_t head,
-                                           int64_t column, char *scratch, size_t strip_size,
+                                           int64_t column, char *scratch, cattn_size strip_size,
                                            struct cattn_worker *worker) {
     const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
     const int64_t each = queries_each(p);
@@ -113,8 +113,8 @@ enum cattn_status cattn_linear_attention(const struct cattn_linear_attention_par
     struct linear_job job = {.params = p, .kernels = cattn_row_kernels_for(p->dtype)};
     const int64_t n_queries = queries_each(p);
     const size_t element = cattn_element_size(p->dtype);
-    job.strip_size = (size_t)(p->d_k * CATTN_STRIP_COLUMNS) * element;
-    job.scratch_size = job.strip_size + (size_t)CATTN_STATE_NUMBERS(p->d_k, n_queries, p->decay_by_row) * element +
+    job.strip_size = (cattn_size)(p->d_k * CATTN_STRIP_COLUMNS) * element;
+    job.scratch_size = job.strip_size + (cattn_size)CATTN_STATE_NUMBERS(p->d_k, n_queries, p->decay_by_row) * element +
                        CATTN_PAD * element;
     const double work = (double)n_states * (double)p->seqlen * (double)p->d_k * (double)p->d_v;
     const int num_threads = work < PARALLEL_WORK ? 1 : p->num_threads;
@@ -129,24 +129,24 @@ struct gradient_job {
     const struct cattn_row_kernels *kernels;
     char *residual, *decay_rows; /* of all states; decay_rows may be NULL */
     int64_t each, pieces;        /* columns or rows of a task, and tasks of a state */
-    size_t scratch_size;
+    cattn_size scratch_size;
 };
 
-static size_t carve_gradient(const struct gradient_job *job, void *memory, size_t size,
-                             struct cattn_state_gradient *g) {
+static cattn_size carve_gradient(const struct gradient_job *job, void *memory, cattn_size size,
+                                 struct cattn_state_gradient *g) {
     const struct cattn_linear_attention_params *p = &job->params->forward;
     const size_t element = cattn_element_size(p->dtype);
-    const size_t strip = (size_t)(p->d_v * CATTN_STRIP_ROWS) * element;
-    const size_t kept = p->decay.data ? 1 : 0, blocks = (size_t)cattn_ceil_div(p->seqlen, CATTN_STATE_TOKENS);
+    const cattn_size strip = (cattn_size)(p->d_v * CATTN_STRIP_ROWS) * element;
+    const cattn_size kept = p->decay.data ? 1 : 0, blocks = (cattn_size)cattn_ceil_div(p->seqlen, CATTN_STATE_TOKENS);
     const int64_t n_queries = queries_each(p);
     struct cattn_arena arena = cattn_arena(memory, size, true);
-    g->forward.strip = cattn_carve(&arena, (size_t)(p->d_k * CATTN_STRIP_COLUMNS) * element + strip);
-    g->forward.tokens =
-        cattn_carve(&arena, (size_t)(CATTN_STATE_NUMBERS(p->d_k, n_queries, p->decay_by_row) + CATTN_PAD) * element);
+    g->forward.strip = cattn_carve(&arena, (cattn_size)(p->d_k * CATTN_STRIP_COLUMNS) * element + strip);
+    g->forward.tokens = cattn_carve(
+        &arena, (cattn_size)(CATTN_STATE_NUMBERS(p->d_k, n_queries, p->decay_by_row) + CATTN_PAD) * element);
     g->grad_strip = cattn_carve(&arena, strip);
     g->history = cattn_carve(&arena, kept * CATTN_STATE_HISTORY * element);
     g->checkpoints = cattn_carve(&arena, kept * blocks * strip);
-    g->columns = cattn_carve(&arena, (size_t)CATTN_STATE_COLUMN_NUMBERS(p->d_v, n_queries) * element);
+    g->columns = cattn_carve(&arena, (cattn_size)CATTN_STATE_COLUMN_NUMBERS(p->d_v, n_queries) * element);
     return arena.used;
 }
 
@@ -232,13 +232,13 @@ enum cattn_status cattn_linear_attention_backward(const struct cattn_linear_atte
     if (n_states == 0 || (p->seqlen == 0 && p->d_k * p->d_v == 0))
         return CATTN_OK;
     const int64_t n_tokens = (p->edges ? p->n_states : n_states) * p->seqlen;
-    const size_t of_decay = p->decay.data && !p->decay_by_row ? (size_t)(n_tokens * p->d_k) * element : 0;
-    char *memory = malloc((size_t)(n_tokens * p->d_v) * element + of_decay + 1); /* at least one byte */
+    const cattn_size of_decay = p->decay.data && !p->decay_by_row ? (cattn_size)(n_tokens * p->d_k) * element : 0;
+    char *memory = cattn_allocate((cattn_size)(n_tokens * p->d_v) * element + of_decay + 1); /* at least one byte */
     if (!memory)
         return CATTN_NO_MEMORY;
     struct gradient_job job = {.params = params, .kernels = cattn_row_kernels_for(p->dtype), .residual = memory};
     struct cattn_state_gradient unused;
-    job.decay_rows = p->decay.data && !p->decay_by_row ? memory + (size_t)(n_tokens * p->d_v) * element : NULL;
+    job.decay_rows = p->decay.data && !p->decay_by_row ? memory + (cattn_size)(n_tokens * p->d_v) * element : NULL;
     job.scratch_size = carve_gradient(&job, NULL, 0, &unused);
     const double work = (double)n_states * (double)p->seqlen * (double)p->d_k * (double)p->d_v;
     const int num_threads = work < PARALLEL_WORK ? 1 : p->num_threads;

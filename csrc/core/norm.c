@@ -20,8 +20,8 @@ struct norm_job {
 };
 
 /* Bytes of a row in the type of the computation, in whole cache lines. */
-static size_t row_size(enum cattn_dtype dtype, int64_t n_cols) {
-    return ((size_t)n_cols * cattn_element_size(dtype) + 63) / 64 * 64;
+static cattn_size row_size(enum cattn_dtype dtype, int64_t n_cols) {
+    return ((cattn_size)n_cols * cattn_element_size(dtype) + 63) / 64 * 64;
 }
 
 static void norm_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -150,7 +150,7 @@ static enum cattn_status run_tasks(struct gradient_job *job) {
     job->n_blocks = cattn_ceil_div(p->n_rows, BLOCK_ROWS);
     job->blocks_per_task = block_elements < CATTN_TASK_ELEMENTS ? CATTN_TASK_ELEMENTS / block_elements : 1;
     const int64_t n_tasks = cattn_ceil_div(job->n_blocks, job->blocks_per_task);
-    const size_t sums = (size_t)(job->blocks_per_task * job->n_sums) * cattn_element_size(p->dtype);
+    const cattn_size sums = (cattn_size)(job->blocks_per_task * job->n_sums) * cattn_element_size(p->dtype);
     return cattn_parallel_for(n_tasks, p->num_threads, row_size(p->dtype, p->n_cols) + sums, gradient_task, job,
                               &p->poll);
 }
@@ -165,11 +165,11 @@ enum cattn_status cattn_norm_backward(const struct cattn_norm_backward_params *p
     if (job.n_sums == 0)
         return p->n_rows > 0 ? run_tasks(&job) : CATTN_OK;
     struct cattn_scratch totals = {NULL, 0};
-    const size_t size = (size_t)job.n_sums * sizeof(double);
+    const cattn_size size = (cattn_size)job.n_sums * sizeof(double);
     if (!cattn_scratch_grow(&totals, size))
         return CATTN_NO_MEMORY;
     job.totals = totals.data;
-    memset(job.totals, 0, size);
+    memset(job.totals, 0, (size_t)size);
     enum cattn_status status = CATTN_NO_MEMORY;
     if (cattn_tickets_begin(&job.tickets, 1)) {
         status = p->n_rows > 0 ? run_tasks(&job) : CATTN_OK;

@@ -1,7 +1,7 @@
 /* os.h -- all of the operating system that cattn uses: locks, threads, memory, time and processors.
  *
- * os_posix.c, with os_linux.c on Linux, and os_win32.c define these functions; each of the three is empty elsewhere. No
- * other file of csrc/ includes a header of the system or asks which system it is compiled for.
+ * os_posix.c, with os_linux.c on Linux, os_win32.c and os_wasm.c define these functions; each of the four is empty
+ * elsewhere. No other file of csrc/ includes a header of the system or asks which system it is compiled for.
  */
 #ifndef CATTN_OS_H
 #define CATTN_OS_H
@@ -20,6 +20,12 @@ typedef void *cattn_thread;
 typedef unsigned long cattn_thread_key;
 #define CATTN_MUTEX_INIT {NULL}
 #define CATTN_ONCE_INIT {NULL}
+
+#elif defined(__wasm__)
+
+typedef int cattn_mutex, cattn_condition, cattn_once, cattn_thread, cattn_thread_key;
+#define CATTN_MUTEX_INIT 0
+#define CATTN_ONCE_INIT 0
 
 #else
 
@@ -89,6 +95,9 @@ void cattn_cleanup_end(struct cattn_cleanup *cleanup);
 #define CATTN_CLEANUP_POP()                                                                                            \
     cattn_cleanup_end(&cattn_cleanup_);                                                                                \
     }
+#elif defined(__wasm__) /* the thread does not end */
+#define CATTN_CLEANUP_PUSH(function, argument) ((void)(function), (void)(argument))
+#define CATTN_CLEANUP_POP() ((void)0)
 #else
 #define CATTN_CLEANUP_PUSH(function, argument) pthread_cleanup_push(function, argument)
 #define CATTN_CLEANUP_POP() pthread_cleanup_pop(false)

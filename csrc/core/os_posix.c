@@ -4,7 +4,7 @@
 
 #include "os.h"
 
-#ifndef _WIN32
+#if !defined(_WIN32) && !defined(__wasm__)
 
 #include <limits.h>
 #include <signal.h>

@@ -200,7 +200,7 @@ static void trim_scratch(int seats) {
 }
 
 /* Offers the job to up to max_seats workers. False: no memory, nothing offered. */
-static bool offer_seats(struct job *job, int max_seats, size_t scratch_size, unsigned *fork_count) {
+static bool offer_seats(struct job *job, int max_seats, cattn_size scratch_size, unsigned *fork_count) {
     cattn_mutex_lock(&pool.lock);
     *fork_count = pool.fork_count;
     start_workers(max_seats);
@@ -280,7 +280,7 @@ static void abandon(void *job) {
 
 /* The caller has claimed the pool; this function unclaims it. */
 static enum cattn_status run_with_workers(struct job *job, struct cattn_worker *caller, int num_threads,
-                                          size_t scratch_size) {
+                                          cattn_size scratch_size) {
     unsigned fork_count;
     bool ours;
     if (!offer_seats(job, num_threads - 1, scratch_size, &fork_count)) {
@@ -297,7 +297,7 @@ static enum cattn_status run_with_workers(struct job *job, struct cattn_worker *
     return CATTN_OK;
 }
 
-enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t scratch_size, cattn_task_fn *fn,
+enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, cattn_size scratch_size, cattn_task_fn *fn,
                                      void *context, const struct cattn_poll *poll) {
     if (n_tasks <= 0)
         return CATTN_OK;

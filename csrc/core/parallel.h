@@ -63,7 +63,7 @@ static inline struct cattn_stop cattn_stop_of(struct cattn_worker *worker) {
  * own floating-point mode and without a lock held. If it returns true, no further task starts, cattn_should_stop() is
  * true for running tasks, and when these have returned the call returns CATTN_INTERRUPTED. It returns the same in the
  * child of a fork() that the poll made while workers were busy: their results stayed in the parent. */
-enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t scratch_size, cattn_task_fn *fn,
+enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, cattn_size scratch_size, cattn_task_fn *fn,
                                      void *context, const struct cattn_poll *poll);
 
 /* For a driver that makes many short calls of cattn_parallel_for, each of which ends before its first poll: polls

@@ -20,7 +20,7 @@
 /* Split unless there are this many tasks a thread anyway. */
 #define SPLIT_TASKS 4
 /* Bytes of partial results of the split path that may wait to be merged. */
-#define SPLIT_BUDGET ((size_t)512 << 10)
+#define SPLIT_BUDGET ((cattn_size)512 << 10)
 
 struct cattn_kernel_pair cattn_attention_kernels(const struct cattn_attention_params *p) {
     const struct cattn_kernels *own = cattn_kernels_for(p->dtype);
@@ -39,7 +39,7 @@ int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return cattn_round
 
 static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_PATH_TILE; }
 
-static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+static cattn_size max_size(cattn_size a, cattn_size b) { return a > b ? a : b; }
 
 bool cattn_plan_copies(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
                        enum cattn_storage quantized) {
@@ -68,10 +68,10 @@ bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
            (!p->key_indices.data || lists_fit(p));
 }
 
-struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, size_t n_rows) {
+struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_size n_rows) {
     /* entries of 8 bytes, then the two arrays of whole vectors for dropout */
     enum { N_ARRAYS = sizeof(struct cattn_per_row) / sizeof(void *) - 2 };
-    const size_t n_lanes = (size_t)cattn_round_up((int64_t)n_rows, CATTN_PAD);
+    const cattn_size n_lanes = (cattn_size)cattn_round_up((int64_t)n_rows, CATTN_PAD);
     struct cattn_per_row *rows = cattn_carve(arena, sizeof *rows);
     char *memory = cattn_carve(arena, N_ARRAYS * n_rows * sizeof(int64_t));
     uint32_t *drops = cattn_carve(arena, 2 * n_lanes * sizeof *drops);
@@ -104,21 +104,21 @@ struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, size_t
 static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
                     const struct cattn_kernels *kernels, struct cattn_rows *r, struct cattn_arena *arena) {
     const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
-    const size_t size = cattn_element_size(p->dtype), slots = (size_t)cattn_plan_row_slots(plan);
-    const size_t rows = (size_t)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (size_t)p->head_dim;
-    const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
-    const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
-    const size_t copied_key = cattn_plan_copies(p, &p->key, p->quantized_key) ? depth : 0;
-    const size_t copied_value = cattn_plan_copies(p, &p->value, p->quantized_value) ? (size_t)p->d_v : 0;
+    const cattn_size size = cattn_element_size(p->dtype), slots = (cattn_size)cattn_plan_row_slots(plan);
+    const cattn_size rows = (cattn_size)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (cattn_size)p->head_dim;
+    const cattn_size acc = rows * (cattn_size)cattn_plan_acc_cols(p);
+    const cattn_size panel = (cattn_size)kernels->lanes * (cattn_size)kernels->nr;
+    const cattn_size copied_key = cattn_plan_copies(p, &p->key, p->quantized_key) ? depth : 0;
+    const cattn_size copied_value = cattn_plan_copies(p, &p->value, p->quantized_value) ? (cattn_size)p->d_v : 0;
     /* halves: weights are computed in float32 rows and rounded once at the end */
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
     struct cattn_row_scratch *s = &r->scratch;
     r->per_row = cattn_plan_carve_per_row(arena, rows);
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
     const bool tiles = p->bf16_products == CATTN_BF16_TILES;
-    const size_t key_cols = (size_t)cattn_packed_key_cols(p->bf16_products, p->head_dim);
-    const size_t value_cols = (size_t)cattn_packed_value_cols(p->bf16_products, p->d_v);
-    const size_t unit = (size_t)CATTN_UNIT * CATTN_UNIT;
+    const cattn_size key_cols = (cattn_size)cattn_packed_key_cols(p->bf16_products, p->head_dim);
+    const cattn_size value_cols = (cattn_size)cattn_packed_value_cols(p->bf16_products, p->d_v);
+    const cattn_size unit = (cattn_size)CATTN_UNIT * CATTN_UNIT;
     s->packed_query = cattn_carve(arena, rows * (tiles ? key_cols : depth) * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
@@ -126,13 +126,14 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     s->units = cattn_carve(arena, tiles && tile ? 4 * unit * size : 0);
     s->acc_columns = tiles && tile ? cattn_carve(arena, CATTN_TILE_ROWS * value_cols * size) : NULL;
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
-    s->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
+    s->key_copy =
+        cattn_carve(arena, (tile ? (cattn_size)kernels->mr * depth : (cattn_size)kernels->lanes * copied_key) * size);
     /* pairs of bfloat16: keys without a gap at the end of a row, values in whole panels */
-    const size_t copied = tiles              ? max_size(key_cols, value_cols)
-                          : p->bf16_products ? max_size(depth, (size_t)cattn_plan_acc_cols(p))
-                                             : max_size(copied_key, copied_value);
+    const cattn_size copied = tiles              ? max_size(key_cols, value_cols)
+                              : p->bf16_products ? max_size(depth, (cattn_size)cattn_plan_acc_cols(p))
+                                                 : max_size(copied_key, copied_value);
     s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * copied * size : 0);
-    s->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
+    s->weight_rows = cattn_carve(arena, narrowed ? rows * (cattn_size)p->seqlen_k * size : 0);
     s->block_max = cattn_carve(arena, slots * size);
     s->alpha = cattn_carve(arena, slots * size);
     s->row_max = cattn_carve(arena, slots * size);
@@ -214,7 +215,7 @@ struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t b
                                     .n_rows = (int)cattn_min(plan->unit_rows - first, plan->task_rows)};
 }
 
-int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t partial_size) {
+int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, cattn_size partial_size) {
     const int64_t fitting = (int64_t)(SPLIT_BUDGET / partial_size);
     const int64_t wave = fitting < plan->num_threads ? plan->num_threads : fitting; /* a task for every thread */
     return cattn_min(wave, n_tasks);

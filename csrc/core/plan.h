@@ -30,8 +30,8 @@ struct cattn_plan {
     int task_rows;     /* rows of a task at most */
     int64_t blocks_per_unit;
     int64_t n_chunks;
-    bool uses_stream;    /* dropout bits come from a serial stream, so tasks are in row-major order */
-    size_t scratch_size; /* bytes a thread */
+    bool uses_stream;        /* dropout bits come from a serial stream, so tasks are in row-major order */
+    cattn_size scratch_size; /* bytes a thread */
 };
 
 /* The kernels of a forward pass, in the table in use. */
@@ -48,7 +48,7 @@ struct cattn_row_block {
 struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t block);
 
 /* Split path: how many tasks run before their partial results are merged. */
-int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t partial_size);
+int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, cattn_size partial_size);
 
 /* The length of one scratch array of row statistics, and of one row of an accumulator. */
 int64_t cattn_plan_row_slots(const struct cattn_plan *plan);
@@ -66,7 +66,7 @@ static inline int64_t cattn_block_end(int64_t k0, int64_t n_keys) { return cattn
 
 /* The arrays of so many rows; NULL if slices are only counted. */
 struct cattn_arena;
-struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, size_t n_rows);
+struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_size n_rows);
 
 /* Lays out a task's struct and all its scratch arrays in `memory` of plan->scratch_size bytes. */
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
@@ -85,7 +85,7 @@ bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered);
 struct cattn_jvp_plan {
     int num_threads;
     int64_t n_tasks, blocks_per_head, n_key_blocks;
-    size_t scratch_size;
+    cattn_size scratch_size;
 };
 
 struct cattn_jvp_plan cattn_jvp_plan(const struct cattn_jvp_params *params, const struct cattn_kernels *kernels);
@@ -101,7 +101,7 @@ struct cattn_backward_plan {
     bool shares_bias; /* several heads or batch entries add to one gradient of the bias */
     bool uses_stream; /* dropout bits come from a serial stream */
     bool whole_units; /* one task takes all steps of a unit; otherwise a task is one step */
-    size_t scratch_size;
+    cattn_size scratch_size;
 };
 
 struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_params *params,
@@ -119,7 +119,7 @@ struct cattn_statistics_plan {
     int64_t n_units, blocks_per_unit, n_key_blocks;
     bool adds_columns; /* blocks of queries add to the same column sums, in order */
     bool whole_units;  /* one task takes all blocks of a unit; otherwise a task is one block */
-    size_t scratch_size;
+    cattn_size scratch_size;
 };
 
 struct cattn_statistics_plan cattn_statistics_plan(const struct cattn_statistics_params *params,

@@ -19,7 +19,7 @@ bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered) {
     return num_threads == 1 || (!ordered && n_units >= PLENTY * num_threads);
 }
 
-static void carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element) {
+static void carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, cattn_size element) {
     lse->value = cattn_carve(arena, CATTN_TILE_ROWS * element);
     lse->residual = cattn_carve(arena, CATTN_TILE_ROWS * element);
     lse->factor = cattn_carve(arena, CATTN_TILE_ROWS * element);
@@ -35,14 +35,14 @@ static bool copies_tangents(const struct cattn_attention_params *p, const struct
 static void carve_tangents(struct cattn_score_tangents *s, const struct cattn_attention_params *p,
                            const struct cattn_tangents *tangents, const struct cattn_row_scratch *scratch,
                            struct cattn_arena *arena) {
-    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
+    const cattn_size size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
     s->tangent = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->query.scratch = s->key.scratch = *scratch;
     s->query.scratch.score = s->key.scratch.score = s->tangent;
     s->query.scratch.cap_derivative = s->key.scratch.cap_derivative = NULL;
     s->query.scratch.cap_curvature = s->key.scratch.cap_curvature = NULL;
     if (tangents->query.data)
-        s->query.scratch.packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
+        s->query.scratch.packed_query = cattn_carve(arena, rows * (cattn_size)p->head_dim * size);
 }
 
 /* ---- the derivative in the direction of tangents ---- */
@@ -51,25 +51,26 @@ static void carve_tangents(struct cattn_score_tangents *s, const struct cattn_at
 static void lay_out_jvp(const struct cattn_jvp_params *params, const struct cattn_kernels *kernels, struct cattn_jvp *j,
                         struct cattn_arena *arena) {
     const struct cattn_attention_params *p = &params->forward;
-    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
-    const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
-    const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr, plane = rows * CATTN_BLOCK_KEYS * size;
+    const cattn_size size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
+    const cattn_size depth = (cattn_size)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
+    const cattn_size panel = (cattn_size)kernels->lanes * (cattn_size)kernels->nr,
+                     plane = rows * CATTN_BLOCK_KEYS * size;
     const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key) ||
                         cattn_plan_copies(p, &p->value, p->quantized_value) || copies_tangents(p, &params->tangents);
     struct cattn_row_scratch *s = &j->scores.scratch;
     j->scores.per_row = j->values.per_row = j->value_tangents.per_row = cattn_plan_carve_per_row(arena, rows);
     j->tangents.query.per_row = j->tangents.key.per_row = j->scores.per_row;
     s->drop_bits = NULL;
-    s->packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
+    s->packed_query = cattn_carve(arena, rows * (cattn_size)p->head_dim * size);
     s->score = cattn_carve(arena, plane);
     s->cap_derivative = p->score_options.softcap > 0 ? cattn_carve(arena, plane) : NULL;
     s->cap_curvature = NULL;
-    s->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
+    s->key_copy = cattn_carve(arena, (cattn_size)kernels->mr * depth * size);
     s->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     s->block_max = cattn_carve(arena, rows * size);
     s->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
     s->alpha = cattn_carve(arena, rows * size);
-    s->acc = cattn_carve(arena, rows * (size_t)cattn_plan_acc_cols(p) * size);
+    s->acc = cattn_carve(arena, rows * (cattn_size)cattn_plan_acc_cols(p) * size);
     carve_tangents(&j->tangents, p, &params->tangents, s, arena);
     j->values.scratch = j->value_tangents.scratch = *s;
     j->value_tangents.scratch.score = j->tangents.tangent;
@@ -109,14 +110,14 @@ struct cattn_jvp_plan cattn_jvp_plan(const struct cattn_jvp_params *params, cons
 static void lay_out_statistics(const struct cattn_statistics_params *params, const struct cattn_kernels *kernels,
                                struct cattn_statistics *s, struct cattn_arena *arena) {
     const struct cattn_attention_params *p = &params->forward;
-    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS, depth = (size_t)p->head_dim;
+    const cattn_size size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS, depth = (cattn_size)p->head_dim;
     struct cattn_row_scratch *scratch = &s->rows.scratch;
     s->rows.per_row = cattn_plan_carve_per_row(arena, rows);
     scratch->drop_bits = NULL;
     scratch->cap_derivative = scratch->cap_curvature = NULL;
     scratch->packed_query = cattn_carve(arena, rows * depth * size);
     scratch->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    scratch->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
+    scratch->key_copy = cattn_carve(arena, (cattn_size)kernels->mr * depth * size);
     const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key);
     scratch->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     scratch->block_max = cattn_carve(arena, rows * size);
@@ -165,33 +166,33 @@ struct cattn_statistics_plan cattn_statistics_plan(const struct cattn_statistics
 static void lay_out_backward(const struct cattn_backward_plan *plan, const struct cattn_backward_params *params,
                              const struct cattn_kernels *kernels, struct cattn_backward *b, struct cattn_arena *arena) {
     const struct cattn_attention_params *p = &params->forward;
-    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
-    const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
+    const cattn_size size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
+    const cattn_size depth = (cattn_size)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
     /* keys and values are copied one after the other, so one buffer of the larger depth is enough */
     const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key) ||
                         cattn_plan_copies(p, &p->value, p->quantized_value) || copies_tangents(p, &params->tangents);
-    const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
+    const cattn_size panel = (cattn_size)kernels->lanes * (cattn_size)kernels->nr;
     struct cattn_row_scratch *s = &b->scores.scratch, *g = &b->grads.scratch, *k = &b->keys.scratch;
     b->scores.per_row = b->grads.per_row = b->keys.per_row = cattn_plan_carve_per_row(arena, rows);
     b->query_cols = cattn_round_up(p->head_dim, CATTN_PAD);
     b->grad_cols = cattn_round_up(p->d_v, CATTN_PAD);
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
-    s->packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
-    g->packed_query = cattn_carve(arena, rows * (size_t)p->d_v * size);
-    b->query_rows = cattn_carve(arena, rows * (size_t)b->query_cols * size);
-    b->grad_rows = cattn_carve(arena, rows * (size_t)b->grad_cols * size);
+    s->packed_query = cattn_carve(arena, rows * (cattn_size)p->head_dim * size);
+    g->packed_query = cattn_carve(arena, rows * (cattn_size)p->d_v * size);
+    b->query_rows = cattn_carve(arena, rows * (cattn_size)b->query_cols * size);
+    b->grad_rows = cattn_carve(arena, rows * (cattn_size)b->grad_cols * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->cap_derivative = p->score_options.softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
     g->drop_bits = k->drop_bits = NULL;
     s->cap_curvature = NULL;
     g->cap_derivative = g->cap_curvature = NULL;
-    s->key_copy = g->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
+    s->key_copy = g->key_copy = cattn_carve(arena, (cattn_size)kernels->mr * depth * size);
     s->block_copy = g->block_copy = k->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     s->block_max = g->block_max = cattn_carve(arena, rows * size);
     k->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
     k->alpha = cattn_carve(arena, rows * size);
-    k->acc = cattn_carve(arena, rows * (size_t)b->query_cols * size);
+    k->acc = cattn_carve(arena, rows * (cattn_size)b->query_cols * size);
     carve_lse(&b->lse, arena, size);
     b->delta = cattn_carve(arena, rows * size);
     b->bias_sum = cattn_carve(arena, rows * size);
@@ -202,7 +203,8 @@ static void lay_out_backward(const struct cattn_backward_plan *plan, const struc
 static void lay_out_tangents(const struct cattn_backward_params *params, struct cattn_jvp_backward *j,
                              struct cattn_arena *arena) {
     const struct cattn_attention_params *p = &params->forward;
-    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS, plane = rows * CATTN_BLOCK_KEYS * size;
+    const cattn_size size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS,
+                     plane = rows * CATTN_BLOCK_KEYS * size;
     struct cattn_row_scratch *s = &j->backward.scores.scratch;
     if (p->score_options.softcap > 0)
         s->cap_curvature = cattn_carve(arena, plane);
@@ -214,7 +216,7 @@ static void lay_out_tangents(const struct cattn_backward_params *params, struct 
     j->keys.scratch = j->backward.keys.scratch;
     j->keys.scratch.score = j->tangents.tangent;
     if (params->tangents.query.data)
-        j->query_rows = cattn_carve(arena, rows * (size_t)j->backward.query_cols * size);
+        j->query_rows = cattn_carve(arena, rows * (cattn_size)j->backward.query_cols * size);
     j->delta = cattn_carve(arena, rows * size);
     j->mean = cattn_carve(arena, rows * size);
 }

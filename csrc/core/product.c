@@ -12,7 +12,7 @@
 #define PARALLEL_WORK 200000.0
 /* Bytes from which on few rows of B are packed slab by slab: a sum may be longer than memory, and pages that are given
  * back take time, too. */
-#define BY_SLABS ((size_t)64 << 20)
+#define BY_SLABS ((cattn_size)64 << 20)
 /* Tasks for each thread, so that no thread waits long for the last one. */
 #define TASKS_PER_THREAD 4
 /* Rows of A of a task: at least, and at most, because their sums are read and written for each slab. */
@@ -38,7 +38,7 @@ struct product_job {
     bool sums_in_place;         /* as cattn_sums_in_place */
     int64_t b_rows, a_rows;     /* of a task */
     int64_t b_blocks, a_blocks; /* of a pair of matrices */
-    size_t scratch_size;
+    cattn_size scratch_size;
 };
 
 /* ---- which operand is packed ---- */
@@ -104,13 +104,14 @@ static bool converts(const struct cattn_product_params *p) {
 static void lay_out_few(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
     /* tables of tiles pack few rows as numbers, as many as there may be */
-    const size_t rows = job->p.bf16_products == CATTN_BF16_TILES ? 2 * (size_t)CATTN_FEW_ROWS : (size_t)job->p.n_b;
-    const size_t cols = (size_t)cattn_round_up(count_terms(&job->p), CATTN_PRODUCT_CHAINS);
-    const size_t chains_of_rows =
-        (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
-    const size_t chains_of_columns = (size_t)CATTN_FEW_COLUMNS * (CATTN_PRODUCT_CHAINS + 1);
-    const size_t sums = chains_of_rows > chains_of_columns ? chains_of_rows : chains_of_columns;
-    const size_t packed = job->by_slabs ? (size_t)CATTN_FEW_SLABS * CATTN_SLAB_TERMS : cols;
+    const cattn_size rows =
+        job->p.bf16_products == CATTN_BF16_TILES ? 2 * (cattn_size)CATTN_FEW_ROWS : (cattn_size)job->p.n_b;
+    const cattn_size cols = (cattn_size)cattn_round_up(count_terms(&job->p), CATTN_PRODUCT_CHAINS);
+    const cattn_size chains_of_rows =
+        (cattn_size)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
+    const cattn_size chains_of_columns = (cattn_size)CATTN_FEW_COLUMNS * (CATTN_PRODUCT_CHAINS + 1);
+    const cattn_size sums = chains_of_rows > chains_of_columns ? chains_of_rows : chains_of_columns;
+    const cattn_size packed = job->by_slabs ? (cattn_size)CATTN_FEW_SLABS * CATTN_SLAB_TERMS : cols;
     product->packed = cattn_carve(arena, rows * packed * element);
     product->sums = cattn_carve(arena, sums * element);
     product->a_copy = cattn_carve(arena, copies_a(job) ? CATTN_PRODUCT_CHAINS * slab : 0);
@@ -119,18 +120,20 @@ static void lay_out_few(const struct product_job *job, struct cattn_product *pro
 
 static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
-    const size_t b_rows = (size_t)cattn_product_block(job->b_rows), a_rows = (size_t)CATTN_PRODUCT_ROWS;
-    const size_t sums = (size_t)job->a_rows * (size_t)CATTN_PRODUCT_SUMS_ROW(job->b_rows);
+    const cattn_size b_rows = (cattn_size)cattn_product_block(job->b_rows), a_rows = (cattn_size)CATTN_PRODUCT_ROWS;
+    const cattn_size sums = (cattn_size)job->a_rows * (cattn_size)CATTN_PRODUCT_SUMS_ROW(job->b_rows);
     product->packed = cattn_carve(arena, b_rows * slab);
     product->sums = cattn_carve(arena, job->sums_in_place ? 0 : sums * element);
-    product->a_copy = cattn_carve(arena, copies_a(job) ? (job->packs_a ? (size_t)job->a_rows : a_rows) * slab : 0);
+    product->a_copy = cattn_carve(arena, copies_a(job) ? (job->packs_a ? (cattn_size)job->a_rows : a_rows) * slab : 0);
     product->converted = cattn_carve(arena, converts(&job->p) ? (b_rows > a_rows ? b_rows : a_rows) * slab : 0);
     product->edge = cattn_carve(arena, CATTN_PRODUCT_EDGE * slab);
 }
 
 static void lay_out_tiles(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
-    const size_t cols = (size_t)cattn_unit_cols(job->p.depth), rows = (size_t)cattn_round_up(job->a_rows, CATTN_UNIT);
-    const size_t lanes = job->p.depth > CATTN_UNIT_TERMS ? (size_t)cattn_round_up(job->b_rows, CATTN_UNIT) : CATTN_UNIT;
+    const cattn_size cols = (cattn_size)cattn_unit_cols(job->p.depth),
+                     rows = (cattn_size)cattn_round_up(job->a_rows, CATTN_UNIT);
+    const cattn_size lanes =
+        job->p.depth > CATTN_UNIT_TERMS ? (cattn_size)cattn_round_up(job->b_rows, CATTN_UNIT) : CATTN_UNIT;
     product->packed = cattn_carve(arena, CATTN_UNIT * cols * sizeof(uint16_t));
     product->sums = cattn_carve(arena, rows * lanes * sizeof(float));
     product->a_copy = cattn_carve(arena, rows * cols * sizeof(uint16_t));
@@ -225,12 +228,12 @@ static int64_t rows_of_b(const struct product_job *job, int64_t wanted) {
 static void cut(struct product_job *job) {
     const struct cattn_product_params *p = &job->p;
     const int64_t wanted = p->num_threads > 1 ? TASKS_PER_THREAD * (int64_t)p->num_threads : 1;
-    const size_t row_bytes =
-        (size_t)cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS) * cattn_element_size(p->dtype);
+    const cattn_size row_bytes =
+        (cattn_size)cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS) * cattn_element_size(p->dtype);
     job->sums_in_place = p->out_storage == CATTN_STORED_PLAIN && p->out_b == 1 && p->bf16_products != CATTN_BF16_TILES;
     job->b_rows = job->few ? p->n_b : rows_of_b(job, wanted);
     job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
-    job->by_slabs = job->few && (size_t)p->n_b * row_bytes > BY_SLABS;
+    job->by_slabs = job->few && (cattn_size)p->n_b * row_bytes > BY_SLABS;
     const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : LEAST_ROWS;
     const int64_t most = job->few                               ? INT64_MAX - LEAST_ROWS
                          : p->bf16_products == CATTN_BF16_TILES ? rows_in_tiles(p->depth)

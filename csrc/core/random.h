@@ -51,7 +51,7 @@ int64_t cattn_dropout_stream_keys(struct cattn_torch_dropout *cursor, int64_t k0
                                   struct cattn_worker *worker);
 
 /* Bytes of one row of bits. */
-static inline size_t cattn_dropout_stream_row_bytes(int64_t n_keys) { return (size_t)(n_keys / 8 + 1); }
+static inline cattn_size cattn_dropout_stream_row_bytes(int64_t n_keys) { return (cattn_size)(n_keys / 8 + 1); }
 
 void cattn_dropout_stream_begin(struct cattn_dropout_stream *stream, const struct cattn_torch_random *random,
                                 double keep_probability);

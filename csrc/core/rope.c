@@ -233,10 +233,10 @@ struct tables {
     void *cosines, *sines;
 };
 
-static size_t carve(const struct rope_job *job, void *memory, size_t size, struct tables *tables) {
+static cattn_size carve(const struct rope_job *job, void *memory, cattn_size size, struct tables *tables) {
     struct cattn_arena arena = cattn_arena(memory, size, true);
-    const size_t bytes = (size_t)(job->block * job->table_row) * cattn_element_size(job->params->dtype);
-    tables->frequencies = cattn_carve(&arena, (size_t)job->law.n * sizeof(double));
+    const cattn_size bytes = (cattn_size)(job->block * job->table_row) * cattn_element_size(job->params->dtype);
+    tables->frequencies = cattn_carve(&arena, (cattn_size)job->law.n * sizeof(double));
     tables->cosines = cattn_carve(&arena, bytes);
     tables->sines = cattn_carve(&arena, bytes);
     return arena.used;

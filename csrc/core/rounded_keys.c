@@ -127,8 +127,8 @@ enum cattn_status cattn_round_keys(const struct cattn_attention_params *p, struc
     *rounded = NULL;
     if (n_key + n_value > 0x1p44)
         return CATTN_OK;
-    const size_t head_size = (sizeof **rounded + 63) / 64 * 64, key_size = ((size_t)n_key + 31) / 32 * 32;
-    char *memory = malloc(head_size + 2 * (key_size + (size_t)n_value) + 64);
+    const cattn_size head_size = (sizeof **rounded + 63) / 64 * 64, key_size = ((cattn_size)n_key + 31) / 32 * 32;
+    char *memory = cattn_allocate(head_size + 2 * (key_size + (cattn_size)n_value) + 64);
     if (!memory)
         return CATTN_OK;
     struct cattn_rounded_keys *r = *rounded = (struct cattn_rounded_keys *)memory;

@@ -10,9 +10,9 @@
 static cattn_thread_key kept_key;
 static bool has_key;
 static cattn_once key_once = CATTN_ONCE_INIT;
-static _Thread_local size_t kept_size; /* bytes of the key's value, if it has one */
+static _Thread_local cattn_size kept_size; /* bytes of the key's value, if it has one */
 
-bool cattn_scratch_grow(struct cattn_scratch *scratch, size_t size) {
+bool cattn_scratch_grow(struct cattn_scratch *scratch, cattn_size size) {
     CATTN_ALLOW(scratch->data, scratch->size);
     if (size <= scratch->size)
         return true;
@@ -20,7 +20,7 @@ bool cattn_scratch_grow(struct cattn_scratch *scratch, size_t size) {
     if (size > SIZE_MAX - CATTN_SCRATCH_ALIGNMENT)
         return false;
     size = (size + CATTN_SCRATCH_ALIGNMENT - 1) / CATTN_SCRATCH_ALIGNMENT * CATTN_SCRATCH_ALIGNMENT;
-    void *data = cattn_aligned_alloc(CATTN_SCRATCH_ALIGNMENT, size);
+    void *data = cattn_aligned_alloc(CATTN_SCRATCH_ALIGNMENT, (size_t)size);
     if (data == NULL)
         return false;
     *scratch = (struct cattn_scratch){data, size};
@@ -45,7 +45,7 @@ static void *kept_block(void) {
     return has_key ? cattn_thread_key_get(kept_key) : NULL;
 }
 
-bool cattn_scratch_take(struct cattn_scratch *scratch, size_t size) {
+bool cattn_scratch_take(struct cattn_scratch *scratch, cattn_size size) {
     *scratch = (struct cattn_scratch){NULL, 0};
     void *kept = kept_block();
     if (kept != NULL && cattn_thread_key_set(kept_key, NULL))

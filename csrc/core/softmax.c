@@ -115,8 +115,8 @@ static void softmax_one(const struct softmax_job *job, int64_t row, const void *
 }
 
 /* Bytes of scratch for one row of halves. */
-static size_t wide_size(const struct cattn_softmax_params *p) {
-    return p->storage == CATTN_STORED_PLAIN ? 0 : ((size_t)p->n_cols * sizeof(float) + 63) / 64 * 64;
+static cattn_size wide_size(const struct cattn_softmax_params *p) {
+    return p->storage == CATTN_STORED_PLAIN ? 0 : ((cattn_size)p->n_cols * sizeof(float) + 63) / 64 * 64;
 }
 
 /* One row where it lies. Returns how many rows were computed: 1. */
@@ -177,10 +177,10 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
                               .bundle = find_bundle(p),
                               .streams = find_streams(p, kernels),
                               .element = cattn_stored_size(p->dtype, p->storage)};
-    size_t scratch = wide_size(p) + (job.streams ? (size_t)p->n_cols * job.element : 0);
+    cattn_size scratch = wide_size(p) + (job.streams ? (cattn_size)p->n_cols * job.element : 0);
     if (job.bundle) {
         job.rows_per_task = cattn_ceil_div(job.rows_per_task, job.bundle) * job.bundle;
-        scratch += (size_t)(job.bundle * bundle_stride(p->n_cols)) * job.element;
+        scratch += (cattn_size)(job.bundle * bundle_stride(p->n_cols)) * job.element;
     }
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, job.rows_per_task);
     /* waking a second thread for less than a whole task costs more than it gains */

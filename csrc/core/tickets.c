@@ -3,6 +3,8 @@
 
 #include <stdlib.h>
 
+#include "scratch.h"
+
 /* A task that waits asks this often whether the call was stopped. */
 #define WAIT_NS INT64_C(10000000)
 /* Looks at a place before sleeping: some ten microseconds, about what waking up costs. */
@@ -13,7 +15,7 @@ bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places) {
     atomic_init(&tickets->single, 0);
     /* at least one, because calloc(0) may return NULL; no more, so that ASan sees an index that is one too large */
     if (n_places != 1)
-        tickets->next = calloc(n_places > 0 ? (size_t)n_places : 1, sizeof *tickets->next);
+        tickets->next = cattn_allocate_zeros(n_places > 0 ? (cattn_size)n_places : 1, sizeof *tickets->next);
     if (!tickets->next)
         return false;
     cattn_mutex_init(&tickets->lock);

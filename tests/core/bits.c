@@ -18,6 +18,12 @@
 
 #include "problem.h"
 
+#ifndef FE_UPWARD /* WebAssembly only rounds to nearest */
+#define FE_UPWARD FE_TONEAREST
+#define FE_DOWNWARD FE_TONEAREST
+#define FE_TOWARDZERO FE_TONEAREST
+#endif
+
 enum { MOST_BLOCKS = 256 };
 static void *blocks[MOST_BLOCKS];
 static int n_blocks;

@@ -73,7 +73,7 @@ PORTABLE_HEADERS = (
 )
 # Names of operating systems, and functions that ISO C headers declare on some of them only.
 SYSTEM = (
-    r"\b(?:_WIN32|_WIN64|__MINGW\w*|__CYGWIN__|__linux\w*|__APPLE__|__GLIBC\w*|__unix\w*|_GNU_SOURCE|_POSIX_C_SOURCE|"
+    r"\b(?:_WIN32|_WIN64|__MINGW\w*|__CYGWIN__|__linux\w*|__APPLE__|__GLIBC\w*|__wasm\w*|__unix\w*|_GNU_SOURCE|_POSIX_C_SOURCE|"
     r"_DARWIN_C_SOURCE|pthread_\w+|posix_memalign|aligned_alloc|_aligned_\w+|getline|strtok_r|timespec|environ)\b"
 )
 
@@ -87,8 +87,9 @@ def the_operating_system_is_known_to_its_layer_only(path: Path) -> None:
     foreign = [name for name in includes(path) if Path(name).name not in own]
     known = rf"{PORTABLE_HEADERS}|Python\.h|numpy/\w+\.h"
     assert [name for name in foreign if not re.fullmatch(known, name)] == []
-    libraries = ["__GLIBC__", "__APPLE__"] if path.name == "fma.h" else []  # whose fma() is right
-    assert re.findall(SYSTEM, code_of(path)) == libraries
+    # libraries whose fma() is right; a machine without floating-point modes
+    expected = {"fma.h": ["__GLIBC__", "__APPLE__"], "fp_mode.h": ["__wasm__"]}
+    assert re.findall(SYSTEM, code_of(path)) == expected.get(path.name, [])
 
 
 # ---- circles ---------------------------------------------------------------------------------------------------------
