@@ -71,6 +71,10 @@ void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *fr
 /* A new array, not cleared or with zeros. */
 PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type);
 PyArrayObject *cattn_new_zeros(int nd, const int64_t *dims, int type);
+/* A new array that begins at a cache line, in the memory of another one: for states, which are read and written again
+ * for every token. All bytes and a line are a number of Python. */
+enum { CATTN_LINE = 64 };
+PyArrayObject *cattn_new_at_line(int nd, const int64_t *dims, int type);
 /* A new array of int64 for the integers of another one, in the order of a walk: an axis that repeats has size 1. */
 PyArrayObject *cattn_new_integers(const struct cattn_array *array);
 /* The type that NumPy promotes all arrays of the list to, except NULLs; or -1. `names` is what messages call them. */
@@ -221,6 +225,9 @@ struct cattn_output_spec {
 /* given: None or NULL allocates. */
 bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
                       struct cattn_output *output);
+/* The same for a state: a new one begins at a cache line. */
+bool cattn_arg_state_out(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
+                         struct cattn_output *output);
 /* ValueError if two of the caller's arrays share memory. */
 bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_output *a, const char *name_a,
                              const struct cattn_output *b, const char *name_b);

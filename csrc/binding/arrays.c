@@ -44,6 +44,28 @@ PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type) {
     return (PyArrayObject *)PyArray_SimpleNew(nd, sizes, type);
 }
 
+PyArrayObject *cattn_new_at_line(int nd, const int64_t *dims, int type) {
+    PyArray_Descr *descr = PyArray_DescrFromType(type);
+    if (descr == NULL)
+        return NULL;
+    npy_intp sizes[NPY_MAXDIMS], bytes = (npy_intp)cattn_count(nd, dims) * PyDataType_ELSIZE(descr) + CATTN_LINE;
+    for (int axis = 0; axis < nd; axis++)
+        sizes[axis] = (npy_intp)dims[axis];
+    PyObject *memory = PyArray_SimpleNew(1, &bytes, NPY_UBYTE), *array = NULL;
+    if (memory == NULL) {
+        Py_DECREF((PyObject *)descr);
+        return NULL;
+    }
+    char *data = PyArray_DATA((PyArrayObject *)memory);
+    data += (0 - (uintptr_t)data) % CATTN_LINE;
+    array = PyArray_NewFromDescr(&PyArray_Type, descr, nd, sizes, NULL, data, NPY_ARRAY_CARRAY, NULL);
+    if (array == NULL)
+        Py_DECREF(memory);
+    else if (PyArray_SetBaseObject((PyArrayObject *)array, memory) < 0)
+        Py_CLEAR(array);
+    return (PyArrayObject *)array;
+}
+
 PyArrayObject *cattn_new_zeros(int nd, const int64_t *dims, int type) {
     npy_intp sizes[NPY_MAXDIMS];
     for (int axis = 0; axis < nd; axis++)

@@ -123,7 +123,7 @@ static bool make_results(struct call *call, PyObject *out, PyObject *state_out, 
     spec.nd = call->state_nd;
     spec.dims = call->state_dims;
     spec.in_place = call->inputs[STATE];
-    if (!cattn_arg_output(call->state, state_out, &spec, &call->state_out) ||
+    if (!cattn_arg_state_out(call->state, state_out, &spec, &call->state_out) ||
         !cattn_arg_outputs_apart(call->state, &call->out, "out", &call->state_out, "state_out"))
         return false;
     cattn_tensor_from(&p->state_out, call->state_out.array, p->n_batch_dims, rows);

@@ -139,7 +139,7 @@ static bool make_state_out(struct call *call, PyObject *state_out, bool wanted) 
                                            .in_place = call->inputs[LINEAR_STATE]};
     if (!wanted && state_out == Py_None)
         return true;
-    if (!cattn_arg_output(call->state, state_out, &spec, &call->state_out) ||
+    if (!cattn_arg_state_out(call->state, state_out, &spec, &call->state_out) ||
         !cattn_arg_outputs_apart(call->state, &call->out, "out", &call->state_out, "state_out"))
         return false;
     cattn_tensor_from(&call->params->state_out, call->state_out.array, call->params->n_batch_dims, call->shape.axes);

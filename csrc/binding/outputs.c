@@ -5,10 +5,11 @@ static int64_t type_size(int type) {
     return type == NPY_BOOL ? 1 : (int64_t)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
 }
 
-static PyArrayObject *new_array(const struct cattn_output_spec *spec) {
+static PyArrayObject *new_array(const struct cattn_output_spec *spec,
+                                PyArrayObject *(*make)(int nd, const int64_t *dims, int type)) {
     const int64_t size = cattn_count(spec->nd, spec->dims);
-    if (size >= 0 && size <= NPY_MAX_INTP / type_size(spec->type))
-        return cattn_new_array(spec->nd, spec->dims, spec->type);
+    if (size >= 0 && size <= (NPY_MAX_INTP - CATTN_LINE) / type_size(spec->type))
+        return make(spec->nd, spec->dims, spec->type);
     PyErr_Format(PyExc_ValueError, "%s of shape %s is too large", spec->name,
                  cattn_show_shape(spec->nd, spec->dims).text);
     return NULL;
@@ -154,7 +155,7 @@ static int needs_temporary(struct binding_state *state, PyArrayObject *array, co
 bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
                       struct cattn_output *output) {
     if (given == NULL || given == Py_None) {
-        output->array = new_array(spec);
+        output->array = new_array(spec, cattn_new_array);
         return output->array != NULL;
     }
     PyArrayObject *array = (PyArrayObject *)given;
@@ -168,7 +169,15 @@ bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct
     output->given = array;
     if (temporary == 0)
         Py_INCREF(given);
-    output->array = temporary ? new_array(spec) : array;
+    output->array = temporary ? new_array(spec, cattn_new_array) : array;
+    return output->array != NULL;
+}
+
+bool cattn_arg_state_out(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
+                         struct cattn_output *output) {
+    if (given != Py_None)
+        return cattn_arg_output(state, given, spec, output);
+    output->array = new_array(spec, cattn_new_at_line);
     return output->array != NULL;
 }
 

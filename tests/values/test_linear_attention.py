@@ -171,6 +171,21 @@ def test_decoding_in_place(table: str) -> None:
     assert state.tobytes() == wanted.state.tobytes()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_new_states_begin_at_a_cache_line(dtype: Any) -> None:
+    kept = []
+    for n in (0, 1, 3, 500):
+        x = np.ones((n, 5, 4), dtype)
+        for state in (
+            cattn.linear_attention(x, x, x, return_state=True).state,
+            functional.causal_conv(x, np.ones((4, 3)), return_state=True).state,
+        ):
+            assert state.ctypes.data % 64 == 0
+            assert state.flags.c_contiguous
+            assert state.flags.writeable
+            kept.append(state)
+
+
 def test_a_positive_decay_grows_the_state() -> None:
     x = np.ones((3, 1), np.float32)
     for decay in (0.5, 60.0, 88.7, 89.0, np.inf):
