@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -20,7 +21,8 @@ from support.hf_models import RECURRENT, VOCABULARY  # noqa: E402
 
 _generator = torch.Generator().manual_seed(1)
 TEXTS = [torch.randint(3, VOCABULARY, (n,), generator=_generator) for n in (5, 17, 11)]
-RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "forward")
+CALLS = {"minimax": 2}  # of attention, the recurrence, and the convolution before it
 each = pytest.mark.parametrize("name", RECURRENT)
 
 
@@ -29,7 +31,13 @@ def family(model: Any) -> Any:
 
 
 def layer_of(model: Any) -> Any:
-    return next(x for x in model.modules() if hasattr(x, "conv_kernel_size") or hasattr(x, "q_conv1d"))
+    names = ("conv_kernel_size", "q_conv1d", "slope_rate")
+    return next(x for x in model.modules() if any(hasattr(x, name) for name in names))
+
+
+def functions_of(model: Any) -> dict[str, Any]:
+    """Return what the contexts may replace: the family's functions, and the layer's method."""
+    return vars(family(model)) | {"forward": type(layer_of(model)).forward}
 
 
 def logits_and_gradients(model: Any) -> tuple[Any, dict[str, Any]]:
@@ -45,14 +53,14 @@ def logits_and_gradients(model: Any) -> tuple[Any, dict[str, Any]]:
 @each
 def test_outputs_and_gradients_are_those_of_the_family(name: str) -> None:
     model = make(name)
-    module = family(model)
-    before = dict(vars(module))
+    before = functions_of(model)
     logits, gradients = logits_and_gradients(model)
-    with use_cattn():
+    with use_cattn() as seen:
         rule = next(rule for rule in RULES if rule in before)
-        assert vars(module)[rule] is not before[rule]
+        assert functions_of(model)[rule] is not before[rule]
         found, ours = logits_and_gradients(model)
-    assert dict(vars(module)) == before
+    assert functions_of(model) == before
+    assert (seen.calls, seen.passed_on) == (CALLS.get(name, 3), 0)
     assert (found - logits).abs().max() <= 3 * LOGITS * max(1, logits.abs().max())
     assert set(ours) == set(gradients)
     largest = max(grad.abs().max() for grad in gradients.values())
@@ -72,9 +80,11 @@ def test_greedy_tokens_of_padded_prompts_are_those_of_the_family(name: str) -> N
 
 def cut(model: Any, text: Any, sizes: list[int]) -> Any:
     """Return the logits of a text that is given to the model in pieces."""
-    cache, found = transformers.DynamicCache(config=model.config), []
+    cache, found = None, []
     for piece in text.split(sizes):
-        found.append(model(input_ids=piece[None], cache=cache, use_cache=True).logits[0])
+        result = model(input_ids=piece[None], cache=cache, use_cache=True)
+        cache = result.cache
+        found.append(result.logits[0])
     return torch.cat(found)
 
 
@@ -97,15 +107,48 @@ def test_bits_do_not_depend_on_the_batch_nor_on_where_a_text_is_cut(name: str) -
     assert (seen.passed_on, seen.products_passed_on) == (0, 0)
 
 
+PACKED = {"cu_seq_lens_q": torch.tensor([0, 5, 14], dtype=torch.int32), "seq_idx": torch.tensor([[3] * 5 + [1] * 9])}
+
+
+@pytest.mark.parametrize("option", PACKED)
 @each
-def test_packed_sequences_are_apart(name: str) -> None:
+def test_packed_sequences_are_apart(name: str, option: str) -> None:
     """transformers itself refuses them without another package, or mixes them."""
     layer = layer_of(make(name))
     hidden = [torch.randn(1, n, 32, generator=_generator) for n in (5, 9)]
-    packed, bounds = torch.cat(hidden, 1), torch.tensor([0, 5, 14], dtype=torch.int32)
+    common = {"position_embeddings": None, "attention_mask": None}
+    packed, given = torch.cat(hidden, 1), {option: PACKED[option]}
     with torch.no_grad(), batch_invariant():
-        found = layer(packed, cu_seq_lens_q=bounds)
-        assert torch.equal(found, torch.cat([layer(x) for x in hidden], 1))
+        parts = [layer(x, **common) for x in hidden]
+        found = layer(packed, **common, **given)
+        if name == "minimax":
+            found, parts = found[0], [part for part, _ in parts]
+        assert torch.equal(found, torch.cat(parts, 1))
+        with pytest.raises(NotImplementedError, match="packed sequences need a batch of one row, got 2 rows"):
+            layer(packed.repeat(2, 1, 1), **common, **given)
+
+
+def test_the_states_that_are_returned_with_attention_are_those_of_each_step() -> None:
+    """The layer of MiniMax returns its state in the place of weights, and decoding must not change an earlier one."""
+    model = make("minimax")
+    model.set_attn_implementation("eager")
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_attentions": True}
+    theirs = model.generate(TEXTS[0][None], **options)
+    with use_cattn():
+        ours = model.generate(TEXTS[0][None], **options)
+    for right, found in zip(theirs.attentions, ours.attentions, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_a_family_that_is_imported_inside_the_context_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = family(make("qwen3_5")).__name__
+    monkeypatch.delitem(sys.modules, name)
+    with use_cattn():
+        module = importlib.import_module(name)
+        inside = module.torch_chunk_gated_delta_rule
+    assert inside.__module__.startswith("cattn.")
+    assert not module.torch_chunk_gated_delta_rule.__module__.startswith("cattn.")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])

@@ -165,6 +165,7 @@ RECURRENT = {
         "moe_intermediate_size": 24, "layer_types": _STATES["layer_types"], "mlp_layer_types": ["dense", "sparse"],
     }),
     "olmo_hybrid": _decoder("OlmoHybrid", _WIDE | _STATES | {"num_key_value_heads": 2, "linear_num_key_heads": 4}),
+    "minimax": _decoder("MiniMax", _EXPERTS, num_local_experts=4, block_size=4),  # layer 0 counts the tokens
 }  # fmt: skip
 
 # For every run of the tests: each option of attention, and each kind of model.

@@ -389,7 +389,7 @@ class Seen:
     Parameters
     ----------
     calls : int
-        Calls that cattn computed.
+        Calls that cattn computed, of attention and of the recurrences and short convolutions of transformers.
     passed_on : int
         Calls that PyTorch computed.
     products, products_passed_on : int
@@ -607,7 +607,7 @@ def _swapped(compute_dtype: ComputeDType) -> Iterator[Seen]:
     seen = Seen()
     _swap.begin(seen, read_compute_dtype(compute_dtype))
     try:
-        with recurrent_layers():
+        with recurrent_layers(_swap.count):
             yield seen
     finally:
         _swap.end(seen)
