@@ -105,6 +105,23 @@ def grouped(repeat: Callable[[Array, int], Array]) -> Callable[[Array, Array, Ar
     return attention
 
 
+def by_state(place: str, factor: float = 1.0) -> Callable[[Array, Array, Array], Array]:
+    """Linear attention whose state is read before or after the token is added, or at the end."""
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        state, out = np.zeros((*q.shape[:-2], q.shape[-1], v.shape[-1])), np.zeros_like(v)
+        for t in range(q.shape[-2]):
+            before, state = state, state + k[..., t, :, None] * v[..., t, None, :]
+            out[..., t : t + 1, :] = q[..., t : t + 1, :] @ (before if place == "before" else state)
+        return (q @ state if place == "end" else out) * factor / np.sqrt(q.shape[-1])
+
+    return attention
+
+
+def by_matrices(corner: Callable[[Array], Array]) -> Callable[[Array, Array, Array], Array]:
+    return lambda q, k, v: corner(scores_of(q, k)) @ v
+
+
 class Dropping:
     """A module of NumPy; `drop` gets the weights, random numbers and p."""
 
@@ -146,6 +163,9 @@ RIGHT: dict[str, Callable[[], Report]] = {
     "fewer queries": lambda: diagnose(rectangular("lower_right"), alignment="lower_right"),
     "fewer queries, as PyTorch": lambda: diagnose(rectangular("upper_left"), alignment="upper_left"),
     "fewer heads of keys": lambda: diagnose(grouped(lambda x, n: np.repeat(x, n, axis=1))),
+    "linear": lambda: diagnose(cattn.linear_attention, kind="linear"),
+    "linear, by a state": lambda: diagnose(by_state("after"), kind="linear"),
+    "linear, by matrices": lambda: diagnose(by_matrices(np.tril), kind="linear"),
     "-1e4 hides": lambda: diagnose(causal(lambda s, m: softmax(np.where(m, -1e4, s)))),
 }
 W = np.random.default_rng(0).standard_normal((3, 3))
@@ -242,6 +262,20 @@ def changes_query(q: Array, k: Array, v: Array) -> Array:
 
 F = -np.inf
 WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
+    "linear, the state before the token": ("mask_off_by_one", lambda: diagnose(by_state("before"), kind="linear")),
+    "linear, the last state": ("sees_future", lambda: diagnose(by_state("end"), kind="linear")),
+    "linear, triu": ("inverted_mask", lambda: diagnose(by_matrices(np.triu), kind="linear")),
+    "linear, the next token": (
+        "mask_off_by_one",
+        lambda: diagnose(by_matrices(lambda s: np.tril(s, 1)), kind="linear"),
+    ),
+    "linear, twice the scale": ("different", lambda: diagnose(by_state("after", 2.0), kind="linear")),
+    "linear, no scale": (
+        "no_scale",
+        lambda: diagnose(lambda q, k, v: cattn.linear_attention(q, k, v, scale=1.0), kind="linear"),
+    ),
+    "linear, a softmax": ("softmax", lambda: diagnose(by_einsum, kind="linear")),
+    "linear, and none was meant": ("no_softmax", lambda: diagnose(by_state("after"))),
     "forgotten mask": ("sees_future", lambda: diagnose(no_mask)),
     "inverted mask": (
         "inverted_mask",
@@ -498,7 +532,11 @@ def test_it_imports_no_torch_for_numpy() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"kind": "casual"}, ValueError, "kind must be one of 'causal', 'full', 'multi_head', 'multi_head_full', got"),
+        (
+            {"kind": "casual"},
+            ValueError,
+            "kind must be one of 'causal', 'full', 'multi_head', 'multi_head_full', 'linear',",
+        ),
         ({"ndim": 5}, ValueError, "ndim must be one of None, 2, 3, 4, got 5"),
         ({"num_inputs": 2}, ValueError, "num_inputs must be one of None, 1, 3, got 2"),
         ({"library": "jax"}, ValueError, "library must be one of None, 'numpy', 'torch', got 'jax'"),

@@ -31,8 +31,8 @@ from ._function import (
 from ._properties import Dropout
 from ._report import Mistake, Report
 
-Kind = Literal["causal", "full", "multi_head", "multi_head_full"]
-KINDS = ("causal", "full", "multi_head", "multi_head_full")
+Kind = Literal["causal", "full", "multi_head", "multi_head_full", "linear"]
+KINDS = ("causal", "full", "multi_head", "multi_head_full", "linear")
 
 
 def diagnose(
@@ -66,10 +66,12 @@ def diagnose(
         ``function(query, key, value)``, ``function(x)``, or a module. It takes and returns NumPy arrays or PyTorch
         tensors; of a returned tuple the first is the output. A module is tested in evaluation mode, and for its dropout
         also in training mode; its mode is restored at the end.
-    kind : {"causal", "full", "multi_head", "multi_head_full"}
+    kind : {"causal", "full", "multi_head", "multi_head_full", "linear"}
         What the function should compute. "causal": a token sees itself and the tokens before it. "full": all tokens see
         all. The other two are causal and full attention that split the columns of (B, T, num_heads * head_dim) arrays
-        into heads themselves. The heads of a module are found in each kind.
+        into heads themselves. The heads of a module are found in each kind. "linear": causal attention without the
+        softmax, by a state or by matrices, which is `cattn.linear_attention` without decay and beta. Its scores are
+        divided by √d: of a function that does not, test the result divided by √d.
     num_heads : int, optional
         Number of heads into which the function splits its arrays. The default is the attribute ``num_heads`` or
         ``n_heads`` of a module. For a module without it, numbers up to 64 are tried. A function of kind "multi_head"
@@ -331,7 +333,8 @@ class Diagnosis(Probe):
             self.compare(ndim)
             self.has_checked("formulas")
             if len(self.mistakes) == before and self.subject.num_inputs == 3 and self.projections is None:
-                self.check_lengths(ndim)
+                if not self.linear:
+                    self.check_lengths(ndim)
                 self.check_groups(ndim)
         elif len(self.mistakes) == before:
             found = _properties.check(self.call_of_x, self.shape(ndim), self.causal, self.subject.tolerance)
@@ -344,7 +347,7 @@ class Diagnosis(Probe):
                 if self.is_only_attention() else "other layers stand around them: diagnose the attention inside"
             )  # fmt: skip
             self.not_checked.append(f"scale, order of heads, query, key and value, because {why}")
-        if len(self.mistakes) == before and (large := self.large(ndim, known)) is not None:
+        if len(self.mistakes) == before and not self.linear and (large := self.large(ndim, known)) is not None:
             self.mistakes.append(large)
         if len(self.mistakes) == before and (self.causal or (names.padding is not None and ndim > 2)):
             self.check_leaks(ndim)

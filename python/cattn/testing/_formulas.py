@@ -84,7 +84,10 @@ AXES = {
         "softmax_axis", "One softmax is taken over all scores of a matrix, so that the whole matrix sums to 1.",
         "Take it over the last axis of the scores: axis=-1.",
     ),
-    "none": Wrong("no_softmax", "There is no softmax: the scores themselves multiply the values."),
+    "none": Wrong(
+        "no_softmax", "There is no softmax: the scores themselves multiply the values.",
+        'Take it over the last axis of the scores. If linear attention is meant, call diagnose with kind="linear".',
+    ),
     "twice": _TWICE,
     "twice_between": _TWICE,
     "twice_masked": _TWICE,
@@ -138,6 +141,31 @@ FULL = {
     "causal": Wrong(
         "sees_no_future", "A token does not see the tokens after it, as under a causal mask.",
         'Leave the causal mask out, or call diagnose with kind="causal" if the mask is meant.',
+    ),
+}  # fmt: skip
+# Linear attention: no softmax, and a state instead of a mask.
+LINEAR = {
+    "softmax": Wrong(
+        "softmax", "There is a softmax over the keys, which linear attention has none of.",
+        'Multiply the values by the scores themselves, or call diagnose with kind="causal" if the softmax is meant.',
+    ),
+}  # fmt: skip
+STATE = {
+    "none": Wrong(
+        "sees_future", "A token sees the tokens after it, as if it read the state after the last one.",
+        "Read the state after token t, before token t + 1 is added; as matrices: np.tril(query @ key.T) @ value.",
+    ),
+    "strict": Wrong(
+        "mask_off_by_one", "A token does not see itself: it reads the state from before it.",
+        "Add the outer product of its key and value first, then multiply the state by its query.",
+    ),
+    "next": Wrong(
+        "mask_off_by_one", "A token sees the next token: it reads the state from after that.",
+        "Multiply the state by the query of the token that was added last.",
+    ),
+    "inverted_inclusive": Wrong(
+        "inverted_mask", "A token sees itself and those after it: the state goes from the last token to the first.",
+        "Add the tokens in their order; as matrices it is np.tril, not np.triu.",
     ),
 }  # fmt: skip
 GIVEN = {
@@ -293,9 +321,10 @@ LAYOUT = {
 
 
 _TABLES: dict[str, Mapping[Any, Wrong]] = {
-    "mask": CAUSAL | FULL, "method": METHODS, "given": GIVEN, "padding": PADDING, "axis": AXES, "scale": SCALES,
-    "roles": ROLES, "heads": HEADS, "merge": MERGES, "groups": GROUPS, "layout": LAYOUT, "transpose": TRANSPOSES,
-    "weights": WEIGHTS, "unprojected": UNPROJECTED, "output": OUTPUT, "rotary": ROTARY,
+    "mask": CAUSAL | FULL, "method": METHODS, "given": GIVEN, "padding": PADDING, "axis": AXES | LINEAR,
+    "state": STATE, "scale": SCALES, "roles": ROLES, "heads": HEADS, "merge": MERGES, "groups": GROUPS,
+    "layout": LAYOUT, "transpose": TRANSPOSES, "weights": WEIGHTS, "unprojected": UNPROJECTED, "output": OUTPUT,
+    "rotary": ROTARY,
 }  # fmt: skip
 
 
@@ -328,6 +357,7 @@ class Problem(NamedTuple):
     inputs: tuple[Floats, ...] = ()  # what the function got: query, key and value before their projections
     positions: Positions | None = None
     alignment: str = "lower_right"
+    linear: bool = False
 
 
 Choices = Mapping[str, Any]
@@ -354,12 +384,14 @@ def choices(problem: Problem) -> dict[str, Mapping[Any, Wrong]]:
     leave |= dict.fromkeys(("sums", "sums_only", "maxima", "both"), not square or (ndim > 2 and not problem.flat))
     leave |= dict.fromkeys(("twice_between", "twice_masked"), not hides)
     found["axis"] = {name: wrong for name, wrong in AXES.items() if not leave.get(name, False)}
+    if problem.linear:
+        found |= {"mask": {}, "method": {}, "axis": LINEAR, "state": STATE}
     d = q[-1] if problem.num_heads is None else q[-1] // heads
     factors = _scales(problem, d)
     first = {factor: name for name, factor in reversed(factors.items())}  # each number once, without the right one
     found["scale"] = {
         name: wrong for name, wrong in SCALES.items()
-        if name == "after" or (first[factors[name]] == name and factors[name] != d**-0.5)
+        if (name == "after" and not problem.linear) or (first[factors[name]] == name and factors[name] != d**-0.5)
     }  # fmt: skip
     found["roles"] = {} if problem.same else {order: wrong for order, wrong in ROLES.items() if _fit(order, q, k, v)}
     if many:
@@ -405,7 +437,7 @@ def _scales(problem: Problem, d: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-_OFTEN = {"mask", "method", "given", "padding", "axis", "scale", "roles", "heads", "merge", "layout"}
+_OFTEN = {"mask", "state", "method", "given", "padding", "axis", "scale", "roles", "heads", "merge", "layout"}
 _SELDOM = {  # choices that are not tried together with two others
     "method": {"added_hidden", "inf_after", "times_inf"},
     "axis": {"twice", "twice_between", "twice_masked", "sigmoid", "exp", "log", "sums", "sums_only", "maxima", "both"},
@@ -471,7 +503,7 @@ def _merge(x: Floats, how: str | None, heads: str | None) -> Floats:
 
 def visible_keys(problem: Problem, chosen: Choices, T_q: int, T_k: int) -> NDArray[np.bool_]:
     """Return the visible keys of a formula, (T_q, T_k) or (B, 1, T_q, T_k)."""
-    mask = chosen.get("mask")
+    mask = chosen.get("mask", chosen.get("state"))
     visible = np.ones((T_q, T_k), np.bool_)
     if problem.causal or mask == "causal":
         corner = mask if mask in ("upper_left", "lower_right") else problem.alignment
@@ -606,7 +638,7 @@ def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_
         visible = np.ones((T_q, T_k), np.bool_)
     else:
         visible = visible_keys(problem, chosen, T_q, T_k)
-    method, axis = chosen.get("method"), chosen.get("axis")
+    method, axis = chosen.get("method"), chosen.get("axis", "none" if problem.linear else None)
     if method == "zero":
         scores = scores * visible
     elif method == "added":

@@ -413,7 +413,8 @@ class Probe:
         width: int | None,
     ) -> None:
         self.subject = subject
-        self.causal = kind in ("causal", "multi_head")
+        self.causal = kind in ("causal", "multi_head", "linear")
+        self.linear = kind == "linear"
         self.kind = kind
         self.projections = projections
         self.splits = kind.startswith("multi_head") and subject.num_inputs == 3 and projections is None
@@ -475,13 +476,13 @@ class Probe:
             return Problem(
                 q, k, v, self.causal, num_heads=self.num_heads, finish=self.projections.finish,
                 flat=inputs[0].ndim == 2, inputs=tuple(batches * (3 // len(batches))),
-                positions=self.positions, **masks,
+                positions=self.positions, linear=self.linear, **masks,
             )  # fmt: skip
         q, k, v = inputs if len(inputs) == 3 else inputs * 3
         heads = self.num_heads if self.splits else None
         return Problem(
             q, k, v, self.causal, num_heads=heads, same=len(inputs) == 1, inputs=(q, k, v), positions=self.positions,
-            alignment=self.alignment, **masks,
+            alignment=self.alignment, linear=self.linear, **masks,
         )  # fmt: skip
 
     def call(self, inputs: tuple[Floats, ...], **masks: Any) -> Floats:
