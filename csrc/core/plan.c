@@ -120,9 +120,10 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     const cattn_size value_cols = (cattn_size)cattn_packed_value_cols(p->bf16_products, p->d_v);
     const cattn_size unit = (cattn_size)CATTN_UNIT * CATTN_UNIT;
     s->packed_query = cattn_carve(arena, rows * (tiles ? key_cols : depth) * size);
-    s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    s->score = cattn_carve(arena, (tiles && tile ? CATTN_UNIT : rows) * CATTN_BLOCK_KEYS * size);
     s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
-    s->wide = cattn_carve(arena, tiles && tile ? CATTN_BLOCK_KEYS * max_size(key_cols, value_cols) * size : 0);
+    const bool widens = tiles && tile && !kernels->tiles_begin;
+    s->wide = cattn_carve(arena, widens ? CATTN_BLOCK_KEYS * (key_cols + value_cols) * size : 0);
     s->units = cattn_carve(arena, tiles && tile ? 4 * unit * size : 0);
     s->acc_columns = tiles && tile ? cattn_carve(arena, CATTN_TILE_ROWS * value_cols * size) : NULL;
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);

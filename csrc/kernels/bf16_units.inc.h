@@ -7,7 +7,7 @@
  * in bf16_products.inc.h. The instruction has the terms of one chain in the even elements of its rows and the terms of
  * the other chain in the odd ones, hence the layout of packed operands: the terms i and i + 16 of a group are a pair.
  *
- *     left     a row is a row of A: 16 pairs for each group
+ *     left     a row is a row of A: 16 pairs for each group, beside the same group of the other rows of its unit
  *     right    a row is a pair of terms: one pair for each row of B, in CATTN_UNIT or more lanes
  *
  * unit_products computes up to 2 x 2 tiles of 16 rows of A by 16 rows of B. It is defined twice: by the instructions,
@@ -42,14 +42,6 @@ INLINE vu pairs_of_group(const struct cattn_matrix *matrix, enum cattn_storage s
                          values_or_zeros(matrix, storage, r, c + TILE, n_cols - c - TILE));
 }
 
-/* Packs the columns of row r as a row of A, whose groups are `group` elements apart. */
-INLINE void pack_left_row(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t r, int64_t n_cols,
-                          uint16_t *to, int64_t group) {
-    for (int64_t c = 0; c < n_cols; c += GROUP, to += group)
-        for (int p = 0; p < TILE; p += LANES)
-            store_pairs(to + 2 * p, pairs_of_group(matrix, storage, r, c + p, n_cols));
-}
-
 /* Calls function(matrix, storage, ...) with the storage as a constant in the common cases. */
 #define BY_STORAGE(function, matrix, ...)                                                                              \
     do {                                                                                                               \
@@ -62,15 +54,19 @@ INLINE void pack_left_row(const struct cattn_matrix *matrix, enum cattn_storage 
     } while (0)
 
 INLINE void pack_left_rows(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t begin, int64_t end,
-                           int64_t n_cols, uint16_t *to, int64_t row, int64_t group) {
-    for (int64_t r = begin; r < end; r++)
-        pack_left_row(matrix, storage, r, n_cols, to + r * row, group);
+                           int64_t n_cols, uint16_t *to) {
+    const int64_t row = cattn_round_up(n_cols, GROUP);
+    for (int64_t r = begin; r < end; r++) {
+        uint16_t *first = to + r / UNIT * UNIT * row + r % UNIT * GROUP;
+        for (int64_t c = 0; c < n_cols; c += GROUP)
+            for (int p = 0; p < TILE; p += LANES)
+                store_pairs(first + c * UNIT + 2 * p, pairs_of_group(matrix, storage, r, c + p, n_cols));
+    }
 }
 
-/* The rows begin .. end-1 as rows of A, `row` elements apart, and their groups. */
-static void pack_left(const struct cattn_matrix *matrix, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to,
-                      int64_t row, int64_t group) {
-    BY_STORAGE(pack_left_rows, matrix, begin, end, n_cols, to, row, group);
+/* The rows begin .. end-1 as rows of A: [unit][group][UNIT][16 pairs], where `to` has row 0. */
+static void pack_left(const struct cattn_matrix *matrix, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
+    BY_STORAGE(pack_left_rows, matrix, begin, end, n_cols, to);
 }
 
 INLINE void pack_transposed_rows(const struct cattn_matrix *matrix, enum cattn_storage storage, int64_t begin,
@@ -100,7 +96,7 @@ static void pack_transposed(const struct cattn_matrix *matrix, int64_t begin, in
 }
 
 static void pack_keys(const struct cattn_matrix *key, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
-    pack_left(key, begin, end, n_cols, to, cattn_packed_key_cols(CATTN_BF16_TILES, n_cols), GROUP);
+    pack_left(key, begin, end, n_cols, to);
 }
 static void pack_values(const struct cattn_matrix *value, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
     pack_transposed(value, begin, end, n_cols, to + begin * cattn_packed_value_cols(CATTN_BF16_TILES, n_cols));
@@ -181,7 +177,8 @@ INLINE real left_term(const void *left, int i) {
 /* The intrinsics do not tell the compiler what memory they read. */
 #define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
 
-/* Sums of n_left x n_right tiles, which start with +0 or, if `adds`, with what is there. */
+/* Sums of n_left x n_right tiles, which start with +0 or, if `adds`, with what is there. Rows of A leave the nearest
+ * cache to the sums and to B, which come again sooner. */
 INLINE void unit_products(int n_left, int n_right, bool adds, struct unit u) {
     const int64_t a_bytes = 2 * u.left_row, b_bytes = 2 * u.right_row, c_bytes = 4 * u.sum_row;
     const uint16_t *a = u.left, *b = u.right;
@@ -202,11 +199,11 @@ INLINE void unit_products(int n_left, int n_right, bool adds, struct unit u) {
         _tile_zero(3);
     }
     for (int64_t g = 0; g < u.n_groups; g++, a += u.left_group, b += u.right_group) {
-        _tile_loadd(4, a, a_bytes);
+        _tile_stream_loadd(4, a, a_bytes);
         _tile_loadd(6, b, b_bytes);
         _tile_dpbf16ps(0, 4, 6);
         if (n_left > 1) {
-            _tile_loadd(5, a + TILE * u.left_row, a_bytes);
+            _tile_stream_loadd(5, a + TILE * u.left_row, a_bytes);
             _tile_dpbf16ps(1, 5, 6);
         }
         if (n_right > 1) {

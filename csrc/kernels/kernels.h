@@ -123,7 +123,7 @@ struct cattn_per_row {
 struct cattn_row_scratch {
     uint8_t *drop_bits;   /* the bits of all rows, from a serial stream; NULL: use Philox */
     void *packed_query;   /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
-    void *score;          /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
+    void *score;          /* tile: [key][CATTN_TILE_ROWS], or CATTN_UNIT in tiles; rows: [row][CATTN_BLOCK_KEYS] */
     void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in second passes */
     void *cap_curvature;  /* the second derivative; NULL except for gradients with tangents */
     void *value_panel; /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
@@ -133,7 +133,7 @@ struct cattn_row_scratch {
     void *block_max;
     void *row_max, *row_sum, *alpha; /* the running state of the chunk; this block's correction */
     void *acc;                       /* [row][acc_cols] */
-    void *acc_columns; /* [acc_cols][CATTN_TILE_ROWS]: of the chunk, in the tile path of the tables of tiles */
+    void *acc_columns; /* [unit][acc_cols][CATTN_UNIT]: of the chunk, in the tile path of the tables of tiles */
     void *wide;        /* there, without tiles: packed keys or values as numbers of the table's own type */
     void *units;       /* there: sums of four units */
     void *total_max, *total_sum,
@@ -583,8 +583,8 @@ struct cattn_kernels {
     void (*statistics_add)(const struct cattn_statistics *s, int64_t k0);
     void (*statistics_finish)(struct cattn_statistics *s);
     /* products of bfloat16: the rows begin .. end-1 of keys or values, rounded, to rows of cattn_packed_key_cols and
-     * cattn_packed_value_cols elements from `to` on; begin is a multiple of CATTN_GROUP_TERMS, and tables of tiles fill
-     * up the last group of values with zeros */
+     * cattn_packed_value_cols elements from `to` on; begin is a multiple of CATTN_GROUP_TERMS. Tables of tiles have
+     * whole units in the order of bf16_units.inc.h, and zeros after the last value */
     void (*pack_keys)(const struct cattn_matrix *key, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to);
     void (*pack_values)(const struct cattn_matrix *value, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to);
     /* tables of tiles: the end of a chunk on the tile path; NULL elsewhere */

@@ -27,10 +27,8 @@ static const void *left_columns(const struct cattn_product *p, int64_t first, in
     uint16_t *packed = p->a_copy;
     if (rows > n_rows)
         memset(packed + (rows - UNIT) * row, 0, (size_t)(UNIT * row) * sizeof *packed);
-    for (int64_t r = 0; r < n_rows; r += UNIT) {
-        const struct cattn_matrix part = matrix_from(&p->a, first + r, d);
-        pack_left(&part, 0, min64(UNIT, n_rows - r), n, packed + r * row, GROUP, UNIT * GROUP);
-    }
+    const struct cattn_matrix part = matrix_from(&p->a, first, d);
+    pack_left(&part, 0, n_rows, n, packed);
     return widen_left(packed, rows * row, p->converted);
 }
 

@@ -15,12 +15,16 @@ static void chunk_begin(struct cattn_rows *rows) {
         row_max[r] = NEG_INF;
         row_sum[r] = 0;
     }
-    if (rows->call.acc_cols)
-        memset(rows->scratch.acc, 0, (size_t)n * (size_t)rows->call.acc_cols * sizeof(real));
+    void *acc = rows->scratch.acc;
+    int n_acc = n;
 #ifdef BF16_TILES
-    if (rows->scratch.acc_columns)
-        memset(rows->scratch.acc_columns, 0, (size_t)(CATTN_TILE_ROWS * rows->call.acc_cols) * sizeof(real));
+    if (rows->scratch.acc_columns) { /* of which chunk_end makes the others */
+        acc = rows->scratch.acc_columns;
+        n_acc = (int)cattn_round_up(n, CATTN_UNIT);
+    }
 #endif
+    if (rows->call.acc_cols)
+        memset(acc, 0, (size_t)n_acc * (size_t)rows->call.acc_cols * sizeof(real));
 }
 
 /* Merges the block's maxima of LANES rows from r on into the running maxima. alpha = exp(old maximum - new maximum)

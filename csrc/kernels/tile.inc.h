@@ -237,6 +237,7 @@ static void value_block(const struct tile *t) {
 /* Prepares everything that score_panel reads. */
 static void scores_begin(struct tile *t) {
     masks_begin(t);
+    fill_biases(t, 0, t->n_vectors);
     t->key = rows_of_block(t, &t->rows->key, t->rows->call.head_dim);
 }
 

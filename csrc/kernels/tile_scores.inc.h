@@ -7,11 +7,15 @@
  * ---- */
 
 #define N_VECTORS (CATTN_TILE_ROWS / LANES)
-#ifdef BF16_TILES /* rows of a group, and the keys whose multiples bound the extents of vectors */
+/* Rows of a group, rows whose scores are there together, and the keys whose multiples bound the extents of vectors. In
+ * tables of tiles the scores of a group stay in the L1 cache until P V has read its weights. */
+#ifdef BF16_TILES
 #define GROUP_ROWS CATTN_UNIT
+#define SCORE_ROW CATTN_UNIT
 #define EXTENT_STEP CATTN_CHAIN_TERMS
 #else
 #define GROUP_ROWS MR
+#define SCORE_ROW CATTN_TILE_ROWS
 #define EXTENT_STEP CATTN_SUM_CHAINS
 #endif
 #define N_GROUPS (CATTN_TILE_ROWS / GROUP_ROWS)
@@ -156,6 +160,11 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
     return true;
 }
 
+/* The score of key k and of row r. */
+INLINE real *score_at(const struct cattn_rows *rows, int k, int r) {
+    return (real *)rows->scratch.score + k * SCORE_ROW + (SCORE_ROW < CATTN_TILE_ROWS ? r % SCORE_ROW : r);
+}
+
 /* Writes the element-wise masks of LANES rows from r on to the place of their scores. */
 static void fill_bias(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
@@ -169,7 +178,7 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
             v[i] = r + i < rows->n_rows ? element_bias(rows, r + i, t->k0 + k, n) : vf_set1(0);
         vf_transpose(v);
         for (int i = 0; i < LANES; i++)
-            vf_storeu((real *)rows->scratch.score + (k + i) * CATTN_TILE_ROWS + r, v[i]);
+            vf_storeu(score_at(rows, k + i, r), v[i]);
     }
 }
 
@@ -180,7 +189,7 @@ INLINE void place_scores(int mr, int n, const struct tile *t, int v, int k, vf a
     const vf neg_inf = vf_set1(NEG_INF);
     const int r = v * LANES;
     const bool partial = k < t->vector[v].full_begin || k + mr > t->vector[v].full_end;
-    real *score = (real *)rows->scratch.score + k * CATTN_TILE_ROWS + r;
+    real *score = score_at(rows, k, r);
     real *block_max = (real *)rows->scratch.block_max + r;
     vf max = vf_loadu(block_max);
     /* in the order of the bit contract: softcap, slope, bias; then the range, by selection */
@@ -196,7 +205,7 @@ INLINE void place_scores(int mr, int n, const struct tile *t, int v, int k, vf a
                 slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
     if (t->has_bias[v])
         UNROLLED(m, mr)
-            acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * CATTN_TILE_ROWS));
+            acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * SCORE_ROW));
     if (partial)
         UNROLLED(m, mr) {
             vf at = vf_set1((real)(k + m));
@@ -204,7 +213,7 @@ INLINE void place_scores(int mr, int n, const struct tile *t, int v, int k, vf a
             acc[m][n] = vf_select(inside, acc[m][n], neg_inf);
         }
     UNROLLED(m, mr) {
-        vf_storeu(score + m * CATTN_TILE_ROWS, acc[m][n]);
+        vf_storeu(score + m * SCORE_ROW, acc[m][n]);
         max = vf_max(acc[m][n], max);
     }
     vf_storeu(block_max, max);
@@ -218,7 +227,7 @@ static void store_scores_of(const struct tile *t, const struct extent *e, int r)
         const int n = (int)max64(0, min64(LANES, t->n_keys - k));
         vf v[LANES];
         for (int i = 0; i < LANES; i++)
-            v[i] = vf_loadu((const real *)rows->scratch.score + (k + i) * CATTN_TILE_ROWS + r);
+            v[i] = vf_loadu(score_at(rows, k + i, r));
         vf_transpose(v);
         for (int i = 0; i < LANES && r + i < rows->n_rows; i++)
             store_strided((real *)rows->per_row->weights[r + i] + (t->k0 + k) * col, col, with_one_nan(v[i]), n);
@@ -272,26 +281,26 @@ INLINE void each_stream_bits(const struct tile *t, const struct extent *e, int r
 
 /* Dropped weights become +0. */
 INLINE void drop_weight(void *score, int k, vm drop_bits) {
-    real *w = (real *)score + k * CATTN_TILE_ROWS;
+    real *w = (real *)score + k * SCORE_ROW;
     vf_storeu(w, vf_select(drop_bits, vf_loadu(w), vf_set1(0)));
 }
 
 static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
     if (t->rows->scratch.drop_bits)
-        each_stream_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
+        each_stream_bits(t, e, r, drop_weight, score_at(t->rows, 0, r));
     else if (t->rows->drop.enabled)
-        each_philox_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
+        each_philox_bits(t, e, r, drop_weight, score_at(t->rows, 0, r));
 }
 
 /* Makes the weights of LANES rows small, for a second attempt. */
 static void shrink_lanes(const struct tile *t, const struct extent *e, int r) {
     for (int k = e->begin; k < e->end; k++) {
-        real *w = (real *)t->rows->scratch.score + k * CATTN_TILE_ROWS + r;
+        real *w = score_at(t->rows, k, r);
         vf_storeu(w, small_weight(vf_loadu(w)));
     }
 }
 
-/* Prepares what place_scores reads. */
+/* Prepares what place_scores reads, but for the masks per element. */
 static void masks_begin(struct tile *t) {
     struct cattn_rows *rows = t->rows;
     const int64_t k0 = t->k0;
@@ -305,9 +314,13 @@ static void masks_begin(struct tile *t) {
         t->slope[r] = r < rows->n_rows ? (real)rows->per_row->slope[r] : 0;
         t->position[r] = r < rows->n_rows ? (real)(rows->per_row->position[r] - k0) : 0;
     }
-    for (int v = 0; v < t->n_vectors; v++) {
+    for (int v = 0; v < t->n_vectors; v++)
         t->has_bias[v] = !rows->call.fully_ranged || (rows->call.has_block_mask && t->has_holes[v]);
+}
+
+/* Writes the masks per element of the vectors begin .. end-1 to the place of their scores. */
+static void fill_biases(const struct tile *t, int begin, int end) {
+    for (int v = begin; v < end && v < t->n_vectors; v++)
         if (t->has_bias[v])
             fill_bias(t, &t->vector[v], v * LANES);
-    }
 }

@@ -6,8 +6,8 @@
  * until the end of a chunk. A group of rows has CATTN_UNIT of them.
  */
 
-#define RIGHT_ROW (2 * UNIT)                  /* of packed queries, in bfloat16 */
-#define WEIGHT_ROW (2 * (int)CATTN_TILE_ROWS) /* of pairs of weights */
+#define RIGHT_ROW (2 * UNIT)       /* of packed queries, in bfloat16 */
+#define WEIGHT_ROW (2 * SCORE_ROW) /* of pairs of weights */
 
 /* Packs Q^T: [group of rows][pair of columns][UNIT], with lanes of zeros up to a whole tile. */
 static void pack_query_tile(struct cattn_rows *rows) {
@@ -31,7 +31,16 @@ static void pack_query_tile(struct cattn_rows *rows) {
     }
 }
 
-/* The keys begin .. end-1 of the block, in whole chains, as rows of A; indexed by the key relative to k0. */
+/* Copies of keys and values stand side by side. */
+static uint16_t *value_copy(const struct cattn_rows *rows) {
+    return (uint16_t *)rows->scratch.block_copy +
+           CATTN_BLOCK_KEYS * cattn_packed_key_cols(CATTN_BF16_TILES, rows->call.head_dim);
+}
+static real *wide_values(const struct cattn_rows *rows) {
+    return (real *)rows->scratch.wide + CATTN_BLOCK_KEYS * cattn_packed_key_cols(CATTN_BF16_TILES, rows->call.head_dim);
+}
+
+/* The keys of the units begin .. end-1 of the block as rows of A; indexed by the key relative to k0, in whole units. */
 static const void *left_keys(const struct tile *t, int begin, int end) {
     const struct cattn_rows *rows = t->rows;
     const int64_t row = cattn_packed_key_cols(CATTN_BF16_TILES, rows->call.head_dim);
@@ -39,9 +48,7 @@ static const void *left_keys(const struct tile *t, int begin, int end) {
     const uint16_t *packed = key.first;
     if (!rows->call.packed_keys) {
         uint16_t *copy = rows->scratch.block_copy;
-        const int last = (int)min64(end, t->n_keys);
-        pack_left(&key, begin, last, rows->call.head_dim, copy, row, GROUP);
-        memset(copy + last * row, 0, (size_t)((end - last) * row) * sizeof *copy);
+        pack_left(&key, begin, min64(end, t->n_keys), rows->call.head_dim, copy);
         packed = copy;
     }
     /* without head_dim there is nothing to read */
@@ -56,11 +63,11 @@ static const void *left_values(const struct tile *t, int begin, int end) {
     const struct cattn_matrix value = rows_from(rows->value, t->k0);
     const uint16_t *packed = value.first;
     if (!rows->call.packed_keys) {
-        uint16_t *copy = rows->scratch.block_copy;
+        uint16_t *copy = value_copy(rows);
         pack_transposed(&value, begin, min64(end, t->n_keys), rows->call.d_v, copy + begin * row);
         packed = copy;
     }
-    const void *left = widen_left(packed + begin * row, (end - begin) * row, rows->scratch.wide);
+    const void *left = widen_left(packed + begin * row, (end - begin) * row, wide_values(rows));
     return left_at(left, -begin * row);
 }
 
@@ -75,31 +82,33 @@ INLINE unsigned live_chains(const struct tile *t, int v) {
 /* The number of tiles of the queries of a group. */
 INLINE int lanes_of_group(const struct tile *t, int g) { return t->rows->n_rows - g * UNIT > TILE ? 2 : 1; }
 
-/* Scales 16 sums of a vector of queries, from key k on, and places them as scores. Adding 0 turns -0 into +0. */
+/* Scales 16 sums of a vector of queries, from key k on, and places them as scores with every option and mask. Adding 0
+ * turns -0 into +0. */
 static void place_chain(const struct tile *t, int v, int k, const real *sum) {
-    struct cattn_rows *rows = t->rows;
-    const vf scale = vf_set1((real)rows->call.score_options.scale), zero = vf_set1(0);
-    const bool partial = k < t->vector[v].full_begin || k + TILE > t->vector[v].full_end;
-    if (partial || t->has_bias[v] || rows->call.has_slopes || changes_scores(&rows->call.score_options)) {
-        enum { AT_ONCE = 4 };
-        for (int i = 0; i < TILE; i += AT_ONCE) {
-            vf score[MR][WIDEST];
-            UNROLLED(m, AT_ONCE)
-                score[m][0] = vf_fma(vf_loadu(sum + (i + m) * UNIT), scale, zero);
-            place_scores(AT_ONCE, 0, t, v, k + i, score);
-        }
-        return;
+    const vf scale = vf_set1((real)t->rows->call.score_options.scale), zero = vf_set1(0);
+    enum { AT_ONCE = 4 };
+    for (int i = 0; i < TILE; i += AT_ONCE) {
+        vf score[MR][WIDEST];
+        UNROLLED(m, AT_ONCE)
+            score[m][0] = vf_fma(vf_loadu(sum + (i + m) * UNIT), scale, zero);
+        place_scores(AT_ONCE, 0, t, v, k + i, score);
     }
-    real *score = (real *)rows->scratch.score + k * CATTN_TILE_ROWS + v * LANES;
-    real *block_max = (real *)rows->scratch.block_max + v * LANES;
+}
+
+/* The same for n_chains chains of which all rows see every key, without options. */
+INLINE void place_plain(int n_chains, const struct tile *t, int v, int k, const real *sum) {
+    const struct cattn_rows *rows = t->rows;
+    const vf scale = vf_set1((real)rows->call.score_options.scale), zero = vf_set1(0);
+    real *score = score_at(rows, k, v * LANES), *block_max = (real *)rows->scratch.block_max + v * LANES;
     vf max[4]; /* so that the comparisons overlap */
     UNROLLED(i, 4)
         max[i] = vf_loadu(block_max);
-    UNROLLED(i, TILE) {
-        const vf s = vf_fma(vf_loadu(sum + i * UNIT), scale, zero);
-        vf_storeu(score + i * CATTN_TILE_ROWS, s);
-        max[i % 4] = vf_max(s, max[i % 4]);
-    }
+    for (int c = 0; c < n_chains; c++, sum += TILE * UNIT, score += TILE * SCORE_ROW)
+        UNROLLED(i, TILE) {
+            const vf s = vf_fma(vf_loadu(sum + i * UNIT), scale, zero);
+            vf_storeu(score + i * SCORE_ROW, s);
+            max[i % 4] = vf_max(s, max[i % 4]);
+        }
     vf_storeu(block_max, vf_max(vf_max(max[0], max[1]), vf_max(max[2], max[3])));
 }
 
@@ -110,12 +119,21 @@ struct score_unit {
 };
 
 static void place_unit(const struct tile *t, int g, const struct score_unit *u) {
+    if (u->n_chains == 0)
+        return;
+    const struct cattn_rows *rows = t->rows;
+    const bool changes = rows->call.has_slopes || changes_scores(&rows->call.score_options);
+    const int end = u->k + u->n_chains * TILE;
     for (int l = 0; l < lanes_of_group(t, g) * TILE; l += LANES) {
         const int v = (g * UNIT + l) / LANES;
-        const unsigned live = live_chains(t, v);
-        for (int c = 0; c < u->n_chains; c++)
-            if (has_chain(live, u->k + c * TILE))
-                place_chain(t, v, u->k + c * TILE, u->sum + c * TILE * UNIT + l);
+        const struct extent *e = &t->vector[v];
+        const unsigned live = live_chains(t, v), all = chains_of(u->k, end);
+        if ((live & all) == all && !changes && !t->has_bias[v] && u->k >= e->full_begin && end <= e->full_end)
+            place_plain(u->n_chains, t, v, u->k, u->sum + l);
+        else
+            for (int c = 0; c < u->n_chains; c++)
+                if (has_chain(live, u->k + c * TILE))
+                    place_chain(t, v, u->k + c * TILE, u->sum + c * TILE * UNIT + l);
     }
 }
 
@@ -133,8 +151,9 @@ static void score_group(const struct tile *t, int g, unsigned live, const void *
     const struct cattn_rows *rows = t->rows;
     const int64_t row = cattn_packed_key_cols(CATTN_BF16_TILES, rows->call.head_dim);
     const int64_t n_groups = groups_of(rows->call.head_dim), group = TILE * RIGHT_ROW;
-    struct unit u = {n_groups,  NULL,  row,  GROUP, (const uint16_t *)rows->scratch.packed_query + g * n_groups * group,
-                     RIGHT_ROW, group, NULL, UNIT};
+    struct unit u = {
+        n_groups,  NULL,  GROUP, UNIT * GROUP, (const uint16_t *)rows->scratch.packed_query + g * n_groups * group,
+        RIGHT_ROW, group, NULL,  UNIT};
     struct score_unit before = {0, 0, NULL};
     int n_units = 0;
     for (int k = 0; k < CATTN_BLOCK_KEYS; k += GROUP) {
@@ -143,7 +162,7 @@ static void score_group(const struct tile *t, int g, unsigned live, const void *
             continue;
         const struct score_unit now = {k + (chains == 2 ? TILE : 0), chains == 3 ? 2 : 1,
                                        (real *)rows->scratch.units + n_units++ % 2 * UNIT * UNIT};
-        u.left = left_at(keys, now.k * row);
+        u.left = left_at(keys, k * row + (now.k - k) * GROUP);
         u.sum = now.sum;
         if (chains == 3 && lanes_of_group(t, g) == 2)
             unit_products(2, 2, false, u);
@@ -163,22 +182,23 @@ static void score_group(const struct tile *t, int g, unsigned live, const void *
 
 /* The weights of a group of keys from their scores: exp(score - shift) of the chains that are live, else 0. Eight keys
  * at a time come from each of four places, in whose order the sums take them. */
-INLINE void softmax_group(unsigned live, real *score, vf shift, vf sum[CATTN_SUM_CHAINS], uint16_t *pairs) {
+INLINE void softmax_group(unsigned live, bool at_once, real *score, vf shift, vf sum[CATTN_SUM_CHAINS],
+                          uint16_t *pairs) {
     UNROLLED(c, CATTN_SUM_CHAINS) {
         vf w[4];
         UNROLLED(i, 4) {
             w[i] = vf_set1(0);
             if (live >> i / 2 & 1) {
-                w[i] = vf_exp(vf_loadu(score + (c + i * CATTN_SUM_CHAINS) * CATTN_TILE_ROWS) - shift);
+                w[i] = vf_exp(vf_loadu(score + (c + i * CATTN_SUM_CHAINS) * SCORE_ROW) - shift);
                 sum[c] = sum[c] + w[i];
             }
         }
-        if (pairs) {
+        if (at_once) {
             store_pairs(pairs + c * WEIGHT_ROW, vf_paired(w[0], w[2]));
             store_pairs(pairs + (c + CATTN_SUM_CHAINS) * WEIGHT_ROW, vf_paired(w[1], w[3]));
         } else {
             UNROLLED(i, 4)
-                vf_storeu(score + (c + i * CATTN_SUM_CHAINS) * CATTN_TILE_ROWS, w[i]);
+                vf_storeu(score + (c + i * CATTN_SUM_CHAINS) * SCORE_ROW, w[i]);
         }
     }
 }
@@ -189,7 +209,7 @@ static void softmax_vector(const struct tile *t, const struct extent *extent, in
     struct cattn_rows *rows = t->rows;
     const unsigned live = live_chains(t, v);
     const bool at_once = pairs_at_once(rows);
-    real *score = (real *)rows->scratch.score + v * LANES, *row_sum = (real *)rows->scratch.row_sum + v * LANES;
+    real *score = score_at(rows, 0, v * LANES), *row_sum = (real *)rows->scratch.row_sum + v * LANES;
     vf sum[CATTN_SUM_CHAINS], shift = vf_set1(0);
     UNROLLED(c, CATTN_SUM_CHAINS)
         sum[c] = vf_set1(0);
@@ -198,13 +218,13 @@ static void softmax_vector(const struct tile *t, const struct extent *extent, in
         shift = vf_loadu((const real *)rows->scratch.block_max + v * LANES);
     }
     for (int k = extent->begin / GROUP * GROUP; k < extent->end; k += GROUP) {
-        real *at = score + k * CATTN_TILE_ROWS;
-        uint16_t *pairs = at_once ? (uint16_t *)(void *)(score + k / 2 * CATTN_TILE_ROWS) : NULL;
+        real *at = score + k * SCORE_ROW;
+        uint16_t *pairs = (uint16_t *)(void *)(score + k / 2 * SCORE_ROW);
         const unsigned chains = live >> k / TILE & 3;
         if (chains == 3 && at_once)
-            softmax_group(3, at, shift, sum, pairs);
+            softmax_group(3, true, at, shift, sum, pairs);
         else
-            softmax_group(chains, at, shift, sum, pairs);
+            softmax_group(chains, at_once, at, shift, sum, pairs);
     }
     if (v < t->n_vectors) {
         const vf alpha = vf_loadu((const real *)rows->scratch.alpha + v * LANES);
@@ -214,15 +234,15 @@ static void softmax_vector(const struct tile *t, const struct extent *extent, in
 
 /* Makes pairs of the weights of LANES rows, in place. */
 static void pair_weights(const struct tile *t, const struct extent *extent, int v) {
-    real *score = (real *)t->rows->scratch.score + v * LANES;
+    real *score = score_at(t->rows, 0, v * LANES);
     for (int k = extent->begin / GROUP * GROUP; k < extent->end; k += GROUP)
         for (int c = 0; c < CATTN_SUM_CHAINS; c++) {
-            const real *from = score + (k + c) * CATTN_TILE_ROWS;
+            const real *from = score + (k + c) * SCORE_ROW;
             vf w[4];
             for (int i = 0; i < 4; i++)
-                w[i] = vf_loadu(from + i * CATTN_SUM_CHAINS * CATTN_TILE_ROWS);
+                w[i] = vf_loadu(from + i * CATTN_SUM_CHAINS * SCORE_ROW);
             for (int i = 0; i < 2; i++)
-                store_pairs((void *)(score + (k / 2 + c + i * CATTN_SUM_CHAINS) * CATTN_TILE_ROWS),
+                store_pairs((void *)(score + (k / 2 + c + i * CATTN_SUM_CHAINS) * SCORE_ROW),
                             vf_paired(w[i], w[i + 2]));
         }
 }
@@ -260,7 +280,7 @@ INLINE struct half_groups half_groups_of(int half, const struct extent *e, int n
 static bool value_unit(const struct tile *t, int g, int64_t c, struct half_groups keys, const void *values, real *sum) {
     const struct cattn_rows *rows = t->rows;
     const int64_t group = cattn_packed_value_cols(CATTN_BF16_TILES, rows->call.d_v) * GROUP;
-    const uint16_t *weights = (const uint16_t *)rows->scratch.score + 2 * g * UNIT;
+    const uint16_t *weights = rows->scratch.score;
     const int64_t right_group = TILE * (int64_t)WEIGHT_ROW;
     if (keys.begin >= keys.end)
         return false;
@@ -293,8 +313,7 @@ static vf weighted_sum(const struct tile *t, int r, int64_t c, struct half_group
             real seen[LANES] = {0};
             for (int l = 0; l < LANES && r + l < rows->n_rows && key < t->n_keys; l++)
                 seen[l] = key_visible(rows, r + l, t->k0 + key);
-            const vu pairs =
-                load_pair_vector((const uint16_t *)rows->scratch.score + (k * TILE + i % TILE) * WEIGHT_ROW + 2 * r);
+            const vu pairs = load_pair_vector((const uint16_t *)(const void *)score_at(rows, k * TILE + i % TILE, r));
             const vf w = vf_half(pairs, i / TILE), v = vf_set1(left_term(left_at(values, k * group + c * GROUP), i));
             vf longer = chain[i / TILE];
             products_begin();
@@ -347,80 +366,81 @@ static void fold_unit(const struct tile *t, const struct value_sums *u) {
     const struct cattn_row_scratch *s = &t->rows->scratch;
     const int n_lanes = u->sum ? lanes_of_group(t, u->g) * TILE : 0;
     for (int l = 0; l < n_lanes; l += LANES) {
-        const int r = u->g * UNIT + l;
-        const vf alpha = vf_loadu((const real *)s->alpha + r);
-        real *acc = (real *)s->acc_columns + u->c * CATTN_TILE_ROWS + r;
+        const vf alpha = vf_loadu((const real *)s->alpha + u->g * UNIT + l);
+        real *acc = (real *)s->acc_columns + (u->g * t->rows->call.acc_cols + u->c) * UNIT + l;
         const real *sum = u->sum + l;
         if (u->has[0] && u->has[1])
             UNROLLED(i, TILE) {
                 for (int h = 0; h < 2; h++) {
                     const int at = h * TILE + i;
-                    const vf first = vf_fma(vf_loadu(acc + at * CATTN_TILE_ROWS), alpha, vf_loadu(sum + at * UNIT));
-                    vf_storeu(acc + at * CATTN_TILE_ROWS, first + vf_loadu(sum + (UNIT + at) * UNIT));
+                    const vf first = vf_fma(vf_loadu(acc + at * UNIT), alpha, vf_loadu(sum + at * UNIT));
+                    vf_storeu(acc + at * UNIT, first + vf_loadu(sum + (UNIT + at) * UNIT));
                 }
             }
         else
             for (int i = 0; i < UNIT; i++) {
-                vf v = vf_fma(vf_loadu(acc + i * CATTN_TILE_ROWS), alpha,
-                              u->has[0] ? vf_loadu(sum + i * UNIT) : vf_set1(0));
+                vf v = vf_fma(vf_loadu(acc + i * UNIT), alpha, u->has[0] ? vf_loadu(sum + i * UNIT) : vf_set1(0));
                 if (u->has[1])
                     v = v + vf_loadu(sum + (UNIT + i) * UNIT);
-                vf_storeu(acc + i * CATTN_TILE_ROWS, v);
+                vf_storeu(acc + i * UNIT, v);
             }
     }
 }
 
-static void value_block(const struct tile *t, const void *values) {
+/* P V of a group of rows. The products of a unit begin before the sums of the one before it are added, as for scores.
+ */
+static void value_group(const struct tile *t, int g, const void *values) {
     const struct cattn_rows *rows = t->rows;
-    struct value_sums before = {0, 0, {false, false}, NULL};
-    int n_units = 0;
-    for (int64_t c = 0; c < rows->call.d_v; c += UNIT)
-        for (int g = 0; g < t->n_groups; g++) {
-            const struct extent *e = &t->group[g];
-            real *sum = (real *)rows->scratch.units + n_units % 2 * 2 * UNIT * UNIT;
-            struct value_sums now = {g, c, {false, false}, sum};
-            if (e->begin >= e->end)
-                continue;
-            n_units++;
-            for (int i = 0; i < 2; i++)
-                now.has[i] = value_unit(t, g, c, half_groups_of(i, e, t->n_keys), values, sum + i * UNIT * UNIT);
-            for (int i = 0; i < 2; i++)
-                if (now.has[i])
-                    check_unit(t, g, c, half_groups_of(i, e, t->n_keys), values, sum + i * UNIT * UNIT);
-            fold_unit(t, &before);
-            before = now;
-        }
+    const struct extent *e = &t->group[g];
+    struct value_sums before = {g, 0, {false, false}, NULL};
+    if (e->begin >= e->end)
+        return;
+    for (int64_t c = 0; c < rows->call.d_v; c += UNIT) {
+        real *sum = (real *)rows->scratch.units + c / UNIT % 2 * 2 * UNIT * UNIT;
+        struct value_sums now = {g, c, {false, false}, sum};
+        for (int i = 0; i < 2; i++)
+            now.has[i] = value_unit(t, g, c, half_groups_of(i, e, t->n_keys), values, sum + i * UNIT * UNIT);
+        for (int i = 0; i < 2; i++)
+            if (now.has[i])
+                check_unit(t, g, c, half_groups_of(i, e, t->n_keys), values, sum + i * UNIT * UNIT);
+        fold_unit(t, &before);
+        before = now;
+    }
     fold_unit(t, &before);
 }
 
 /* ---- a block, and the end of a chunk ---- */
 
+/* One group of rows after the other: its scores are in the L1 cache until P V has read its weights. */
 static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     struct tile t;
     if (!tile_begin(&t, rows, k0, k1))
         return;
     masks_begin(&t);
-    const void *keys = left_keys(&t, t.all.begin, t.all.end);
+    const int begin = t.all.begin / GROUP * GROUP, end = (int)cattn_round_up(t.all.end, GROUP);
+    const void *keys = left_keys(&t, begin, end), *values = rows->call.d_v ? left_values(&t, begin, end) : NULL;
     for (int g = 0; g < t.n_groups; g++) {
         const unsigned live = live_chains_of_group(&t, g);
+        fill_biases(&t, g * UNIT / LANES, (g + 1) * UNIT / LANES);
         if (live)
             score_group(&t, g, live, keys);
         weigh_group(&t, g);
+        value_group(&t, g, values);
     }
-    if (rows->call.d_v)
-        value_block(&t, left_values(&t, t.all.begin / GROUP * GROUP, (int)cattn_round_up(t.all.end, GROUP)));
 }
 
 /* Transposes the chunk's sums to where the row path has them, and empties them for the next chunk. */
 static void chunk_end(struct cattn_rows *rows) {
-    real *columns = rows->scratch.acc_columns, *acc = rows->scratch.acc;
+    const int64_t acc_cols = rows->call.acc_cols;
+    real *acc = rows->scratch.acc;
     for (int64_t c = 0; c < rows->call.d_v; c += LANES)
         for (int r = 0; r < rows->n_rows; r += LANES) {
+            const real *columns = (const real *)rows->scratch.acc_columns + (r / UNIT * acc_cols + c) * UNIT + r % UNIT;
             vf v[LANES];
             for (int i = 0; i < LANES; i++)
-                v[i] = vf_loadu(columns + (c + i) * CATTN_TILE_ROWS + r);
+                v[i] = vf_loadu(columns + i * UNIT);
             vf_transpose(v);
             for (int i = 0; i < LANES && r + i < rows->n_rows; i++)
-                vf_storeu(acc + (r + i) * rows->call.acc_cols + c, v[i]);
+                vf_storeu(acc + (r + i) * acc_cols + c, v[i]);
         }
 }
