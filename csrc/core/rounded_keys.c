@@ -34,8 +34,8 @@ bool cattn_rounds_keys(const struct cattn_attention_params *p) {
     if (!p->bf16_products || (p->storage != CATTN_STORED_PLAIN && !tiles) || !p->key.data || !p->value.data ||
         p->path == CATTN_PATH_TINY)
         return false;
-    /* packed copies serve the tile path only; sequences that follow each other leave no room for whole groups */
-    if (tiles && (p->query_starts.data || cattn_plan(p, cattn_attention_kernels(p).tiles).path != CATTN_PATH_TILE))
+    /* packed copies serve the tile path only */
+    if (tiles && cattn_plan(p, cattn_attention_kernels(p).tiles).path != CATTN_PATH_TILE)
         return false;
     const struct cattn_ranges *r = &p->ranges;
     double keys = (double)p->seqlen_k; /* that a query sees, at most */
@@ -55,6 +55,29 @@ static int64_t count_rows(const struct cattn_attention_params *p) {
         rows = end > rows ? end : rows;
     }
     return rows;
+}
+
+/* Places packed sequences one after the other in a copy in the order of tiles, each in whole groups, and returns the
+ * number of rows. */
+static int64_t place_sequences(const struct cattn_attention_params *p, int64_t *starts) {
+    int64_t rows = 0;
+    for (int64_t b = 0; b < p->n_batch; b++) {
+        struct cattn_batch batch;
+        cattn_batch_fill(p, b, &batch);
+        if (starts)
+            starts[b] = rows;
+        rows += batch.batch_range.first_key + cattn_round_up(batch.batch_range.n_keys, CATTN_GROUP_TERMS);
+    }
+    return rows;
+}
+
+/* The strides of one number for each batch entry. */
+static struct cattn_tensor numbers_of_entries(const struct cattn_attention_params *p, const int64_t *numbers) {
+    struct cattn_tensor tensor = {.data = (void *)(uintptr_t)numbers};
+    int64_t stride = 1;
+    for (int d = p->n_batch_dims - 1; d >= 0; stride *= p->batch_shape[d--])
+        tensor.batch[d] = stride;
+    return tensor;
 }
 
 /* The strides of a copy. Returns its number of elements, in double against overflow. */
@@ -118,16 +141,21 @@ static void round_piece(void *context, int64_t task, struct cattn_worker *worker
 enum cattn_status cattn_round_keys(const struct cattn_attention_params *p, struct cattn_rounded_keys **rounded) {
     struct cattn_tensor key = {0}, value = {0};
     const int64_t kv_heads = p->num_heads / p->group_size;
+    const bool tiles = p->bf16_products == CATTN_BF16_TILES, moves = tiles && p->query_starts.data;
+    const int64_t counted = count_rows(p), placed = moves ? place_sequences(p, NULL) : counted;
     /* whole groups of rows of a packed copy are read */
-    const int64_t n_rows = count_rows(p) + (p->bf16_products == CATTN_BF16_TILES ? CATTN_GROUP_TERMS : 0);
+    const int64_t n_rows = placed + (tiles ? CATTN_GROUP_TERMS : 0);
     const double n_key =
         lay_out(p, kv_heads, n_rows, cattn_packed_key_cols(p->bf16_products, p->head_dim), &p->key, &key);
     const double n_value =
         lay_out(p, kv_heads, n_rows, cattn_packed_value_cols(p->bf16_products, p->d_v), &p->value, &value);
     *rounded = NULL;
-    if (n_key + n_value > 0x1p44)
+    /* sequences that share keys have no copies of their own */
+    if (n_key + n_value > 0x1p44 || placed > counted + p->n_batch * CATTN_GROUP_TERMS)
         return CATTN_OK;
-    const cattn_size head_size = (sizeof **rounded + 63) / 64 * 64, key_size = ((cattn_size)n_key + 31) / 32 * 32;
+    const cattn_size starts_size = moves ? (cattn_size)p->n_batch * sizeof(int64_t) : 0;
+    const cattn_size head_size = (sizeof **rounded + starts_size + 63) / 64 * 64,
+                     key_size = ((cattn_size)n_key + 31) / 32 * 32;
     char *memory = cattn_allocate(head_size + 2 * (key_size + (cattn_size)n_value) + 64);
     if (!memory)
         return CATTN_OK;
@@ -139,7 +167,12 @@ enum cattn_status cattn_round_keys(const struct cattn_attention_params *p, struc
     r->params.key.data = copies;
     r->params.value.data = copies + key_size;
     r->params.quantized_key = r->params.quantized_value = CATTN_STORED_BF16;
-    r->params.packed_keys = p->bf16_products == CATTN_BF16_TILES;
+    r->params.packed_keys = tiles;
+    if (moves) {
+        int64_t *starts = (int64_t *)(void *)(r + 1);
+        place_sequences(p, starts);
+        r->params.key_starts = numbers_of_entries(p, starts);
+    }
     r->kernels = cattn_bf16_kernels(p->bf16_products).few;
     r->from = p;
     r->kv_heads = kv_heads;
