@@ -24,6 +24,8 @@
 #define MOST_ROWS_IN_TILES 1536
 #define MOST_LANES_IN_TILES 4096
 #define MOST_SUMS_IN_TILES 768
+/* In tiles: elements of the result from which on it bypasses the caches, which do not hold it. */
+#define LARGE_RESULT ((int64_t)1 << 21)
 /* With few rows of B: elements of A in a task. */
 #define FEW_ELEMENTS 65536
 /* Memory bounds the length of a sum, but not of arrays that repeat one element (stride 0). Within this limit,
@@ -132,8 +134,9 @@ static void lay_out(const struct product_job *job, struct cattn_product *product
 static void lay_out_tiles(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const cattn_size cols = (cattn_size)cattn_unit_cols(job->p.depth),
                      rows = (cattn_size)cattn_round_up(job->a_rows, CATTN_UNIT);
+    /* the first unit of B may be a part of one */
     const cattn_size lanes =
-        job->p.depth > CATTN_UNIT_TERMS ? (cattn_size)cattn_round_up(job->b_rows, CATTN_UNIT) : CATTN_UNIT;
+        job->p.depth > CATTN_UNIT_TERMS ? (cattn_size)cattn_round_up(job->b_rows, CATTN_UNIT) + CATTN_UNIT : CATTN_UNIT;
     product->packed = cattn_carve(arena, CATTN_UNIT * cols * sizeof(uint16_t));
     product->sums = cattn_carve(arena, rows * lanes * sizeof(float));
     product->a_copy = cattn_carve(arena, rows * cols * sizeof(uint16_t));
@@ -190,6 +193,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
         .depth = p->depth,
         .n_b = cattn_min(job->b_rows, p->n_b - b_first),
         .out_storage = p->out_storage,
+        .streams = p->n_a * p->n_b >= LARGE_RESULT,
         .out = (char *)p->out + out * (int64_t)cattn_stored_size(p->dtype, p->out_storage),
         .out_a = p->out_a,
         .out_b = p->out_b,

@@ -63,13 +63,18 @@ INLINE void store_product(const struct cattn_product *p, int64_t i, int64_t l, v
     store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_a, sum, n);
 }
 
-/* The same for n elements of the row i of A, from the row l of B on. */
-INLINE void store_product_row(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
+/* Sums + bias of n elements of the row i of A, from the row l of B on. */
+INLINE vf product_row(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
     sum = without_sign(sum);
-    if (p->bias)
-        sum = sum + (p->bias_b ? load_strided((const real *)p->bias + l * p->bias_b, p->bias_b, n)
-                               : vf_set1(((const real *)p->bias)[i * p->bias_a]));
-    store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_b, sum, n);
+    if (!p->bias)
+        return sum;
+    return sum + (p->bias_b ? load_strided((const real *)p->bias + l * p->bias_b, p->bias_b, n)
+                            : vf_set1(((const real *)p->bias)[i * p->bias_a]));
+}
+
+/* store_product for such elements. */
+INLINE void store_product_row(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
+    store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_b, product_row(p, i, l, sum, n), n);
 }
 
 /* store_product_row for whole vectors of a row; `storage` is a constant. */
@@ -78,6 +83,19 @@ INLINE void store_vectors(const struct cattn_product *p, enum cattn_storage stor
     struct cattn_product plain = *p;
     plain.out_storage = storage;
     plain.out_b = 1;
+#if defined(BF16_TILES) && defined(HAS_STREAM)
+    uint16_t *to = (uint16_t *)p->out + i * p->out_a + l;
+    if (storage == CATTN_STORED_BF16 && p->streams && n_lanes == CATTN_UNIT && (uintptr_t)to % LINE_BYTES == 0) {
+        for (int j = 0; j < CATTN_UNIT; j += 2 * LANES) {
+            vh half[2];
+            for (int h = 0; h < 2; h++)
+                half[h] = vh_bf16(
+                    with_one_nan(product_row(&plain, i, l + j + h * LANES, vf_loadu(sums + j + h * LANES), LANES)));
+            vf_stream((real *)(void *)(to + j), vf_of_vu(vu_joined(half[0], half[1])));
+        }
+        return;
+    }
+#endif
     for (int64_t j = 0; j < n_lanes; j += LANES)
         store_product_row(&plain, i, l + j, vf_loadu(sums + j), LANES);
 }

@@ -5,7 +5,7 @@
  */
 
 /* Columns of a unit of A and of a unit of B that stay in the L1 cache. */
-#define UNIT_SLAB 256
+#define UNIT_SLAB 512
 _Static_assert(CATTN_UNIT_TERMS % UNIT_SLAB == 0 && UNIT_SLAB % GROUP == 0, "slabs are whole groups");
 
 /* A unit of B with the packed columns d .. d+n-1 of n_rows rows of A. */
@@ -56,23 +56,40 @@ static void add_units(const struct cattn_product *p, struct unit_columns c, real
     } while (s < c.n);
 }
 
-/* The rows first .. first + n_rows - 1 of A times all of B. */
-static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows) {
+/* Rows of B of the first unit: the next one begins at a cache line of a result that bypasses the caches. */
+static int64_t first_width(const struct cattn_product *p) {
+    const int64_t line = LINE_BYTES / (int64_t)sizeof(uint16_t), into = (int64_t)((uintptr_t)p->out % LINE_BYTES / 2);
+    return p->streams && p->out_storage == CATTN_STORED_BF16 && p->out_a % line == 0 ? line - into : UNIT;
+}
+_Static_assert(LINE_BYTES == UNIT * sizeof(uint16_t), "a line holds a unit of results");
+
+/* Adds and stores the products of these rows of A and all of B, unless the call stops. */
+static void add_products(struct cattn_product *p, int64_t first, int64_t n_rows) {
+    const int64_t size = p->depth > CATTN_UNIT_TERMS ? cattn_round_up(n_rows, UNIT) * UNIT : 0;
     struct unit_columns c = {.n_rows = n_rows};
     do {
+        real *sums = p->sums;
         c.n = min64(CATTN_UNIT_TERMS, p->depth - c.d);
         c.left = left_columns(p, first, n_rows, c.d, c.n);
-        for (int64_t l = 0; l < p->n_b; l += UNIT) {
-            real *sums = (real *)p->sums + (p->depth > CATTN_UNIT_TERMS ? l * cattn_round_up(n_rows, UNIT) : 0);
+        for (int64_t l = 0, width = first_width(p); l < p->n_b; l += width, width = UNIT, sums += size) {
             if ((l > 0 || c.d > 0) && stops(&p->stop))
                 return;
             pack_panel(p, l, c.d, c.n);
             add_units(p, c, sums);
             if (c.d + c.n == p->depth)
-                store_sums(p, first, n_rows, l, min64(UNIT, p->n_b - l), sums, UNIT);
+                store_sums(p, first, n_rows, l, min64(width, p->n_b - l), sums, UNIT);
         }
         c.d += c.n;
     } while (c.d < p->depth);
+}
+
+/* The rows first .. first + n_rows - 1 of A times all of B. */
+static void product_tile(struct cattn_product *p, int64_t first, int64_t n_rows) {
+    add_products(p, first, n_rows);
+#ifdef HAS_STREAM
+    if (p->streams)
+        stream_end();
+#endif
 }
 
 /* ---- few rows of B ---- */

@@ -163,6 +163,24 @@ def test_rows_alone_have_the_bits_of_any_batch(seed: int, products: Any) -> None
         assert_same_bits(linear(x[first:last], weight, **products), y[first:last])
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("columns", [24, 1060])
+def test_large_results_have_the_bits_of_small_ones(
+    isa: str, columns: int, bias: bool, rng: np.random.Generator, products: Any
+) -> None:
+    """A result of four megabytes bypasses the caches in whole lines, wherever it begins, and with any threads."""
+    x, weight = (rng.standard_normal((n, columns), np.float32).astype(BF16) for n in (96, 1088))
+    added = rng.standard_normal(1088, np.float32).astype(BF16) if bias else None
+    right = np.tile(linear(x, weight, added, **products), (21, 1))
+    many = np.tile(x, (21, 1))
+    memory = np.empty(right.size + 32, BF16)
+    for start, threads in ((0, 1), (7, 2), (8, 1), (31, 2)):
+        out = memory[start : start + right.size].reshape(right.shape)
+        with cattn.num_threads(threads):
+            linear(many, weight, added, out=out, **products)
+        assert_same_bits(out, right, f"from element {start} on")
+
+
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 def test_what_an_earlier_call_left_in_scratch_has_no_influence(
