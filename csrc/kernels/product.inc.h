@@ -39,10 +39,14 @@ static struct source a_rows(const struct product_slab *s, int r, int height) {
 
 INLINE int lanes_at(const struct product_slab *s, int64_t l) { return (int)min64(LANES, s->n_lanes - l); }
 
-/* The sums of a micro-tile: in their place, or at the edges a copy of them. */
+/* The sums of a micro-tile: in their place, or at the edges a copy of them. After the last slab they become the results
+ * of row r and lane l on, if they are in their place. */
 struct tile_sums {
     real *first;
     int64_t row;
+    bool finishes;
+    int r;
+    int64_t l;
 };
 
 /* What is fetched meanwhile: so many lines with each chain, of n_rows rows. */
@@ -57,6 +61,14 @@ INLINE void fetch_lines(struct fetch f, int64_t chain) {
     for (int m = 0; m < f.n_rows; m++)
         for (int64_t i = 0; i < f.n_lines; i++)
             prefetch(f.first, m * f.row + (chain * f.n_lines + i) * LINE_BYTES, 1);
+}
+
+/* The results of mr rows of A and nr vectors of B from their sums. */
+INLINE void finish_tile(int mr, int nr, const struct product_slab *s, struct tile_sums place, vf sum[MR][WIDEST]) {
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            sum[m][n] = with_one_nan(
+                product_row(s->p, s->first_row + place.r + m, s->first_lane + place.l + n * LANES, sum[m][n], LANES));
 }
 
 /* Adds the chains of a slab to the sums of mr rows of A and nr vectors of B. */
@@ -79,6 +91,8 @@ INLINE void slab_tile(int mr, int nr, bool packs, const struct product_slab *s, 
             micro_tile(mr, nr, length, a_c, a_row, a_col, b + at * b_row, b_row, chain);
         add_tile(mr, nr, sum, chain);
     }
+    if (sums.finishes)
+        finish_tile(mr, nr, s, sums, sum);
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             vf_storeu(sums.first + m * sums.row + n * LANES, sum[m][n]);
@@ -126,7 +140,8 @@ INLINE void add_panel(bool packs, const struct product_slab *s, int64_t l, int n
         height = tile_height(PRODUCT_MR, s->n_rows - r);
         const int n_rows = (int)min64(height, s->n_rows - r);
         const bool whole = n_rows == height && n_lanes == nr * LANES;
-        const struct tile_sums place = {s->sums + r * s->sums_row + l, s->sums_row}, copy = {edge, WIDEST * LANES};
+        const struct tile_sums place = {s->sums + r * s->sums_row + l, s->sums_row, s->last, r, l},
+                               copy = {.first = edge, .row = WIDEST * LANES};
         const struct tile_sums sums = whole ? place : copy;
         if (!whole && !s->first)
             copy_sums(place, copy, n_rows, n_lanes);
@@ -137,10 +152,11 @@ INLINE void add_panel(bool packs, const struct product_slab *s, int64_t l, int n
             const struct fetch next_a = next_rows(s, r + height, l);
             AT_WIDTH(nr, height, false, s, a_rows(s, r, height), b, sums, next_a);
         }
-        if (!whole)
+        if (!whole) {
             copy_sums(copy, place, n_rows, n_lanes);
-        if (s->last)
-            finish_in_place(s, r, n_rows, l, n_lanes);
+            if (s->last)
+                finish_in_place(s, r, n_rows, l, n_lanes);
+        }
     }
 }
 
