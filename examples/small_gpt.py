@@ -1,16 +1,19 @@
 """A GPT on bytes in plain NumPy and cattn: forward pass with caches, gradients, training.
 
-speculative_decoding.py and compress_text.py use it. Every number of the model comes from functions of cattn, whose bits
-do not depend on the machine, the number of threads or the other rows, and from sums, products, quotients and roots of
-NumPy that IEEE 754 rounds alike everywhere.
+speculative_decoding.py and compress_text.py use it, and the live page of the site, with pieces of words in place of
+bytes. Every number of the model comes from functions of cattn, whose bits do not depend on the machine, the number of
+threads or the other rows, and from sums, products, quotients and roots of NumPy that IEEE 754 rounds alike everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +36,14 @@ def attend_to_all(query: Array, cache: cattn.KVCache) -> Array:
 
 
 class GPT:
-    """A GPT on bytes: layer norms before attention and the feed-forward layer, and the embedding as the last layer."""
+    """A GPT on bytes: layer norms before attention and the feed-forward layer, and the embedding as the last layer.
 
-    def __init__(self, d: int = 48, heads: int = 4, layers: int = 2, context: int = 128, seed: int = 0) -> None:
+    `vocabulary` is the number of its tokens, if these are no bytes.
+    """
+
+    def __init__(
+        self, d: int = 48, heads: int = 4, layers: int = 2, context: int = 128, seed: int = 0, vocabulary: int = 256
+    ) -> None:
         self.heads, self.layers, self.context = heads, layers, context
         rng = np.random.default_rng(seed)
 
@@ -43,7 +51,7 @@ class GPT:
             # integers, and not normal numbers, whose logarithms are those of a C library
             return (rng.integers(-(2**15), 2**15, shape) / 2**15 * scale).astype(np.float32)
 
-        self.weights = {"token": draw(256, d, scale=0.25), "position": draw(context, d, scale=0.125)}
+        self.weights = {"token": draw(vocabulary, d, scale=0.25), "position": draw(context, d, scale=0.125)}
         self.weights["norm"] = np.ones(d, np.float32)
         for i in range(layers):
             self.weights |= {
@@ -69,7 +77,7 @@ class GPT:
         attend: Attend = attend_to_all,
         saved: list[tuple[Any, ...]] | None = None,
     ) -> Array:
-        """Return the logits (..., T, 256) of the byte after each of ids (..., T).
+        """Return the logits (..., T, vocabulary) of the token after each of ids (..., T).
 
         Keys and values go into the caches, whose tokens come before ids; `attend` attends to them. What the gradients
         need goes into `saved`.
@@ -101,6 +109,12 @@ class GPT:
         if saved is not None:
             saved.append((x,))
         return linear(layer_norm(x, W["norm"]), W["token"])
+
+    def attention_weights(self, ids: Sequence[int] | Array) -> Array:
+        """Return the weights (layers, ..., heads, T, T) of ids (..., T)."""
+        saved = list[tuple[Any, ...]]()
+        self(ids, saved=saved)
+        return np.stack([cattn.attention_weights(q, k, is_causal=True) for _, _, q, k, *_ in saved[:-1]])
 
     def gradients(self, ids: Array) -> tuple[float, dict[str, Array]]:
         """Return the mean loss in nats of ids (B, T + 1), and its gradients."""
@@ -156,6 +170,70 @@ class GPT:
                 size = np.sqrt(second[name] / np.float32(1 - left[1])) + np.float32(1e-8)
                 self.weights[name] -= now * (first[name] / np.float32(1 - left[0])) / size
         return losses
+
+
+# A word with the space before it, a number, other signs, or white space. JavaScript reads the pattern alike, in UTF-16.
+WORD = r" ?[A-Za-z]+| ?[0-9]+| ?[^ \t\n\r\f\vA-Za-z0-9]+|[ \t\n\r\f\v]+"
+
+
+class Pieces(list[bytes]):
+    """The bytes of each token; the first 256 are the single bytes.
+
+    A text is cut into words by `WORD`, and each word into bytes in UTF-8. Of the pairs of `merges` that are neighbours
+    in a word, the first in that list is joined, wherever it is in the word, from left to right; and again, until no
+    pair is left.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], merges: Sequence[Sequence[int]]) -> None:
+        super().__init__(pieces)
+        index = {piece: i for i, piece in enumerate(pieces)}
+        self.merges = [(int(a), int(b)) for a, b in merges]
+        self._joined = {pair: (rank, index[self[pair[0]] + self[pair[1]]]) for rank, pair in enumerate(self.merges)}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        tokens = list[int]()
+        for word in re.findall(WORD, text):
+            ids = list(word.encode())
+            while pairs := [pair for pair in pairwise(ids) if pair in self._joined]:
+                first = min(pairs, key=self._joined.__getitem__)
+                i, joined = 0, self._joined[first][1]
+                while i < len(ids) - 1:
+                    if (ids[i], ids[i + 1]) == first:
+                        ids[i : i + 2] = [joined]
+                    i += 1
+            tokens += ids
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return b"".join(self[i] for i in ids).decode(errors="replace")
+
+
+def save(path: str | Path, model: GPT, pieces: Pieces) -> None:
+    """Write a model and its tokens as an .npz file: matrices in 8 bits, with a scale for each row."""
+    arrays = {"heads": np.int32(model.heads), "merges": np.array(pieces.merges, np.int16)}
+    arrays["pieces"] = np.frombuffer(b"".join(pieces), np.uint8)
+    arrays["lengths"] = np.array([len(piece) for piece in pieces], np.uint8)
+    for name, weight in model.weights.items():
+        arrays[name] = weight
+        if weight.ndim == 2:
+            arrays[name], arrays[f"{name} scale"] = cattn.quantize(weight)
+    np.savez_compressed(path, **arrays)
+
+
+def load(path: str | Path) -> tuple[GPT, Pieces]:
+    """Return a model and its tokens."""
+    with np.load(path) as arrays:
+        read = dict(arrays)
+    heads, merges, joined, lengths = (read.pop(name) for name in ("heads", "merges", "pieces", "lengths"))
+    scales = {name: read.pop(f"{name} scale") for name in list(read) if f"{name} scale" in read}
+    (vocabulary, d), context = read["token"].shape, len(read["position"])
+    model = GPT(d, int(heads), sum(name.endswith("qkv") for name in read), context, vocabulary=vocabulary)
+    for name, weight in read.items():
+        model.weights[name] = cattn.dequantize(weight, scales[name]) if name in scales else weight
+    pieces = [joined[end - n : end].tobytes() for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    return model, Pieces(pieces, merges)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ The GPT has two layers and reads the sources of Python's standard library, byte 
 both attentions start from the same seed. With dropout 0.1 there are three seeds with PyTorch and one with cattn. The
 runs take turns, step by step. This takes some minutes; `--steps` and `--tokens` make it shorter. It needs PyTorch and
 tqdm.
+
+`--page docs/live_gpt.npz` trains the GPT of the site's live page instead, by page_gpt.py, in a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -132,6 +134,13 @@ def compare(steps: int = 100, tokens: int = 1024) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens", type=int, default=1024)
-    compare(**vars(parser.parse_args()))
+    parser.add_argument("--page", metavar="FILE", help="train the GPT of the live page, and write it there")
+    found = parser.parse_args()
+    if found.page:
+        import page_gpt
+
+        page_gpt.train(found.page, found.steps or 3600)
+    else:
+        compare(found.steps or 100, found.tokens)

@@ -257,6 +257,68 @@ def test_the_page_shows_the_code_of_the_script() -> None:
     assert [line for line in removed if line not in script] == []
 
 
+# ---- the GPT of the site's live page: small_gpt.py reads it, page_gpt.py trains it ----
+SMALL_GPT = runpy.run_path(str(EXAMPLES / "small_gpt.py"))
+LIVE, PIECES = SMALL_GPT["load"](ROOT / "docs" / "live_gpt.npz")
+
+
+def test_the_live_page_cuts_any_text_into_pieces() -> None:
+    odd = "na\u00efve \U0001f389\ufe0f <b>x</b> &amp;\n\n\tif (a_b):  \x00\x1c\u2028\ufeff"
+    for text in ("", " ", odd, odd * 400, "a" * 10_000, "the cat " * 1250):
+        ids = PIECES.encode(text)
+        assert PIECES.decode(ids) == text
+        assert all(0 <= token < len(LIVE.weights["token"]) for token in ids)
+    first = "The cat sat on the mat."
+    assert [PIECES[i] for i in PIECES.encode(first)] == [b"The", b" cat", b" sat", b" on", b" the", b" mat", b"."]
+
+
+def test_the_pieces_are_what_tokenizers_finds() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    names = [piece.decode("latin-1") for piece in PIECES]
+    merges = [(names[a], names[b]) for a, b in PIECES.merges]
+    other = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, merges))
+    words = tokenizers.Regex(SMALL_GPT["WORD"])
+    other.pre_tokenizer = tokenizers.pre_tokenizers.Split(words, "isolated")
+    rng, source = np.random.default_rng(0), (inspect.getdoc(cattn.causal_attention) or "") + "\U0001f389 \u00e9\n" * 50
+    for _ in range(200):
+        start = rng.integers(len(source))
+        text = source[start : start + rng.integers(300)] + "".join(rng.choice(list("ab \n'\u00e9\U0001f3899_("), 30))
+        assert PIECES.encode(text) == other.encode(text.encode().decode("latin-1")).ids, text
+
+
+def test_the_heads_of_the_live_page_look_where_it_says() -> None:
+    """The page finds the head of the token before, and the one that looks at what came after the same word."""
+    ids = PIECES.encode("The cat sat on the mat. The dog ran to the house, and the cat")
+    before = LIVE.attention_weights(ids).diagonal(-1, -2, -1).mean(-1)
+    assert before.shape == (2, 4)
+    assert before[0, 0] > 0.5
+    words = PIECES.encode(" house dog rabbit lion bird small function node")
+    assert len(words) == 8
+    after = LIVE.attention_weights(words * 2).diagonal(-7, -2, -1)[..., 1:].mean(-1)
+    assert after[1, 0] > 0.5
+
+
+def test_the_live_page_gets_the_model_that_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("tokenizers")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    page_gpt = importlib.import_module("page_gpt")
+    weights = {name: torch.tensor(weight) for name, weight in LIVE.weights.items()}
+    ids = np.arange(60).reshape(2, 30) * 17
+    logits, first = page_gpt.forward(weights, LIVE.heads, torch.tensor(ids))
+    np.testing.assert_allclose(LIVE(ids), logits, rtol=1e-3, atol=1e-3)
+    for layer, found in zip(LIVE.attention_weights(ids), first, strict=True):
+        np.testing.assert_allclose(layer[:, 0], found.exp(), rtol=1e-3, atol=1e-5)
+    pages = [str(inspect.getdoc(find(name))) for name in PUBLIC]
+    monkeypatch.setattr(page_gpt, "documentation", lambda: pages)
+    page_gpt.train(str(tmp_path / "model.npz"), 2, vocabulary=300, tales=200)
+    model, pieces = page_gpt.load(tmp_path / "model.npz")
+    assert len(pieces) == len(model.weights["token"]) == 300
+    page_gpt.save(tmp_path / "again.npz", model, pieces)
+    for name, weight in page_gpt.load(tmp_path / "again.npz")[0].weights.items():
+        np.testing.assert_array_equal(weight, model.weights[name])
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 @pytest.mark.parametrize("processes", [1, 4])
