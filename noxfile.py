@@ -85,6 +85,12 @@ def machines(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def live(session: nox.Session) -> None:
+    """Compile the core of live views for browsers, python/cattn/_view/core.wasm, if a source is newer."""
+    session.run("tools/live", *session.posargs)
+
+
+@nox.session(default=False)
 def wheels(session: nox.Session) -> None:
     """Build and check every wheel, into dist/; long: each twice, all tests. Needs the group "wheels"."""
     session.run("python", "tools/wheels", *session.posargs)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import _promises
+import draw_live
 import draw_pictures
 import draw_views
 
@@ -31,7 +32,7 @@ HEADER = """\
 They run from top to bottom, and are shown with their committed outputs. Their sources are in `examples/` of a clone of
 the repository, in which `pip install '.[examples]'` installs the packages that they need. The notebooks on masking,
 dropout and training also need PyTorch: `pip install '.[examples,torch]'`. [Exercises](../exercises.md) for a class are
-on one page.
+on one page. Nothing to install: the [live page](../live.md) computes attention in the browser.
 """
 LIVE = """\
 <iframe class="cattn-live" src="../_static/{name}.html" title="All heads of the model" loading="lazy"></iframe>"""
@@ -59,6 +60,7 @@ def write_pages(*_: Any) -> None:
     _write(GENERATED / "promises.txt", _promises.tables())
     VIEWS.mkdir(exist_ok=True)
     draw_views.write(VIEWS)
+    draw_live.write(VIEWS)
     draw_pictures.write()
 
 

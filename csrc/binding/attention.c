@@ -2,17 +2,6 @@
 #include "attention_call.h"
 #include "fp_mode.h"
 
-/* The steps of attention, in order. */
-enum cattn_stage {
-    CATTN_STAGE_QK,
-    CATTN_STAGE_SOFTCAP,
-    CATTN_STAGE_BIAS,
-    CATTN_STAGE_MASK,
-    CATTN_STAGE_SOFTMAX,
-    CATTN_STAGE_DROPOUT,
-    CATTN_STAGE_OUT
-};
-
 /* ---- outputs ---- */
 
 static const struct cattn_result_row OUTPUTS[N_OUTPUTS] = {
@@ -229,23 +218,6 @@ static PyObject *build_result(struct cattn_call *call, int single) {
     return result;
 }
 
-/* Removes the steps after the stage from the params. */
-static void stop_at(struct cattn_attention_params *params, enum cattn_stage stage) {
-    params->store_scores = stage < CATTN_STAGE_SOFTMAX;
-    if (stage < CATTN_STAGE_DROPOUT)
-        params->dropout.enabled = false;
-    if (stage < CATTN_STAGE_SOFTCAP)
-        params->score_options.softcap = 0;
-    if (stage < CATTN_STAGE_BIAS) {
-        params->slopes.data = NULL;
-        params->n_bias = 0;
-    }
-    if (stage < CATTN_STAGE_MASK) {
-        params->attn_mask.data = params->block_mask.data = NULL;
-        params->ranges.all_visible = true;
-    }
-}
-
 /* ---- entry points ---- */
 
 /* Which outputs the caller asks for. */
@@ -292,7 +264,7 @@ static PyObject *attend(struct binding_state *state, PyObject *const *args, enum
     if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) || !parse_wants(&call, args, stage) ||
         !take_out(&call, args[ARG_out], given, weights_only))
         goto done;
-    stop_at(&params, stage);
+    cattn_stop_at(&params, stage);
     if (!make_outputs(&call, given, names) || !cattn_call_begin(&call) || !run(&call, args[ARG_rng], &draw))
         goto done;
     if (stage == CATTN_STAGE_DROPOUT)

@@ -16,3 +16,19 @@ const char *const cattn_call_kinds[] = {CALL_KINDS(TEXT)};
 struct cattn_tensor *cattn_operand_view(struct cattn_attention_params *params, int operand) {
     return (struct cattn_tensor *)(void *)((char *)params + cattn_operands[operand].view);
 }
+
+void cattn_stop_at(struct cattn_attention_params *params, enum cattn_stage stage) {
+    params->store_scores = stage < CATTN_STAGE_SOFTMAX;
+    if (stage < CATTN_STAGE_DROPOUT)
+        params->dropout.enabled = false;
+    if (stage < CATTN_STAGE_SOFTCAP)
+        params->score_options.softcap = 0;
+    if (stage < CATTN_STAGE_BIAS) {
+        params->slopes.data = NULL;
+        params->n_bias = 0;
+    }
+    if (stage < CATTN_STAGE_MASK) {
+        params->attn_mask.data = params->block_mask.data = NULL;
+        params->ranges.all_visible = true;
+    }
+}

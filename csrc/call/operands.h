@@ -124,4 +124,17 @@ extern const char *const cattn_call_kinds[N_CALL_KINDS];
 /* The tensor of an operand in the params. */
 struct cattn_tensor *cattn_operand_view(struct cattn_attention_params *params, int operand);
 
+/* The steps of attention, in order: attention_weights and the live page show each of them. */
+enum cattn_stage {
+    CATTN_STAGE_QK,
+    CATTN_STAGE_SOFTCAP,
+    CATTN_STAGE_BIAS,
+    CATTN_STAGE_MASK,
+    CATTN_STAGE_SOFTMAX,
+    CATTN_STAGE_DROPOUT,
+    CATTN_STAGE_OUT
+};
+/* Removes the steps after the stage from the params. */
+void cattn_stop_at(struct cattn_attention_params *params, enum cattn_stage stage);
+
 #endif

@@ -33,7 +33,11 @@ struct table {
 
 /* From worst to best: the last usable one that is not slow here is selected. */
 static const struct table tables[] = {
+#ifdef CATTN_LIVE /* the live page: forward passes in float32 */
+    {"scalar", {&cattn_kernels_scalar_32}, {&cattn_row_kernels_scalar_32}, {{NULL, NULL}}, 0, 0, false},
+#else
     {TABLE(scalar), 0, 0, false},
+#endif
 #ifdef CATTN_HAVE_GNU128
     {TABLE(gnu128), 0, 0, false},
 #endif

@@ -94,7 +94,7 @@
 #define TEXT_(isa) #isa
 #define TEXT(isa) TEXT_(isa)
 
-#if defined(ROW_KERNELS) || defined(BF16_PRODUCTS) /* a part of the functions */
+#if defined(ROW_KERNELS) || defined(BF16_PRODUCTS) || defined(CATTN_LIVE) /* a part of the functions */
 #pragma GCC diagnostic ignored "-Wunused-function"
 #endif
 
@@ -124,27 +124,29 @@ const struct cattn_row_kernels PASTE(cattn_row_kernels_, ISA, REAL_BITS) = {
     .stream_row = stream_row,
     .stream_end = stream_end,
 #endif
-    .softmax_gradient = softmax_gradient,
     .dropout_row = dropout_row,
+    .norm_row = norm_row,
+    .activation_row = activation_row,
+    .mt19937_block = mt19937_block,
+    .mt19937_temper = mt19937_temper,
+    .torch_below = torch_below,
+    .torch_drop = torch_drop,
+#ifndef CATTN_LIVE
+    .softmax_gradient = softmax_gradient,
 #if REAL_BITS == 64
     .rope_frequencies = rope_frequencies,
     .rope_angles = rope_angles,
 #endif
     .rope_rows = rope_rows,
-    .norm_row = norm_row,
     .norm_gradient = norm_gradient,
-    .activation_row = activation_row,
     .conv_row = conv_row,
     .state_columns = state_columns,
     .gradient_columns = gradient_columns,
     .gradient_rows = gradient_rows,
     .gradient_tokens = gradient_tokens,
-    .mt19937_block = mt19937_block,
-    .mt19937_temper = mt19937_temper,
     .torch_uniform = torch_uniform,
     .torch_normal = torch_normal,
-    .torch_below = torch_below,
-    .torch_drop = torch_drop,
+#endif
 };
 
 #else
@@ -186,7 +188,7 @@ const struct cattn_row_kernels PASTE(cattn_row_kernels_, ISA, REAL_BITS) = {
 #include "tile.inc.h"
 #endif
 
-#ifndef BF16_PRODUCTS
+#if !defined(BF16_PRODUCTS) && !defined(CATTN_LIVE)
 #include "second_pass.inc.h"
 
 #include "backward.inc.h"
@@ -243,7 +245,7 @@ const struct cattn_kernels PASTE(cattn_kernels_, ISA, TABLE_BITS) = {
 #ifdef BF16_PRODUCTS
     .pack_keys = pack_keys,
     .pack_values = pack_values,
-#else
+#elif !defined(CATTN_LIVE)
     .backward = {backward_begin, backward_scores, backward_query, backward_keys, backward_sink},
     .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},
     .backward_bias = backward_bias,

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
+CORE = "python/cattn/_view/core.wasm"  # of live views
 _LOCK = threading.Lock()
 ABI = (3, 11)  # of the abi3 wheels, as in setup.py
 
@@ -272,7 +273,8 @@ class Wheel:
 
 
 def make_sdist(dist: Path) -> Path:
-    """Write the source distribution and return its path."""
+    """Write the source distribution and return its path. Wheels also have the core of live views, which is compiled."""
+    run(sys.executable, "tools/live")
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", dist)
     (path,) = dist.glob("*.tar.gz")
     return path
@@ -290,6 +292,7 @@ def build_wheel(target: Target, python: Python, sdist: Path, dist: Path, work: P
     """Build one wheel, in a folder of its own."""
     place = work / f"{target.name}-{'t' if python.free_threaded else 'abi3'}-{dist.name}"
     tree = unpack(sdist, place / "tree")
+    shutil.copy(ROOT / CORE, tree / CORE)
     compiler = write_compiler(target, python, work, place)
     linker = f"{compiler} {link_flags(target)}"
     if target.zig.endswith("musl"):

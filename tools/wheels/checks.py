@@ -158,9 +158,12 @@ def check_contents(wheel: Wheel) -> str:
     """Check that the wheel has the package and nothing else."""
     run(sys.executable, "-m", "check_wheel_contents", wheel.path)
     with zipfile.ZipFile(wheel.path) as archive:
-        modules = [name for name in archive.namelist() if name.endswith((".so", ".pyd", ".dll", ".dylib"))]
+        names = archive.namelist()
+        modules = [name for name in names if name.endswith((".so", ".pyd", ".dll", ".dylib"))]
     if len(modules) != 1:
         raise WheelError(f"{wheel.path.name} has the libraries {modules}")
+    if "cattn/_view/core.wasm" not in names:
+        raise WheelError(f"{wheel.path.name} lacks the core of live views")
     return "ok"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from .._input.types import AttentionOutput, AttentionStatistics
 from .._plot import as_text
 from ..nn._files import FilePath, followed, replacing
 from ._contents import Statistics, Weights, WeightsOf
-from ._page import page, picture
+from ._live import live_options
+from ._page import core, page, picture
 
 if TYPE_CHECKING:
     from ._widget import AttentionWidget
@@ -122,6 +123,8 @@ class AttentionView:
         if image is not None:
             data["image/png"] = base64.b64encode(image[0]).decode("ascii")
         try:
+            if getattr(self._contents, "live", None) is not None:
+                raise ImportError("a widget has no core: the page in a frame is live")
             bundle = self.widget._repr_mimebundle_()
         except ImportError:
             html = page(self._contents, "attention", MOST_BYTES_IN_OUTPUT)
@@ -161,6 +164,7 @@ def view_attention(
     value: ArrayLike | None = None,
     scale: float | None = None,
     weights_of: WeightsOf | None = None,
+    live: bool | Mapping[str, Any] = False,
 ) -> AttentionView:
     """Show attention weights, or their statistics, to look at with pointer and keyboard.
 
@@ -199,6 +203,12 @@ def view_attention(
         For statistics: ``weights_of(layer, head, queries)``, with two ints and a slice, returns the weights of these
         queries over all keys, shape (len, T_k). It is called in the kernel where the reader zooms in on 256 tokens or
         fewer.
+    live : bool or mapping
+        Let the reader change the mask, the temperature, softcap, ALiBi, a sink and dropout: the page then holds query,
+        key, value and the core of cattn, compiled for browsers, which computes each step again in float32, with the
+        bits of Python. True where the weights come from query, key, scale and a mask, which is read off their zeros;
+        other options of the call as a mapping, of is_causal, window_size, softcap, alibi_slopes, sinks, attn_mask and
+        query_offset. Needs query and key.
 
     Returns
     -------
@@ -211,7 +221,10 @@ def view_attention(
         weights are not numbers, tokens is one str, or weights_of is not callable or given without statistics.
     ValueError
         weights has another number of axes, or no element, or not this entry; or tokens, query_tokens or layers has
-        another length.
+        another length; or live lacks query or key, names an option that the page does not have, or the weights are not
+        those of its options.
+    RuntimeError
+        live in an installation without the core for browsers: wheels have it.
 
     Warns
     -----
@@ -254,11 +267,18 @@ def view_attention(
             raise TypeError(f"{passed[0]} is for weights: statistics show no single scores")
         if weights_of is not None and not callable(weights_of):
             raise TypeError(f"weights_of must be callable, got {type(weights_of).__name__}")
+        if live is not False:
+            raise TypeError("live is for weights: statistics are not computed again")
         return _titled(Statistics(given, tokens, query_tokens, layers, weights_of, entry), title)
     if weights_of is not None:
         raise TypeError("weights_of is for statistics: weights are given already")
     contents = Weights(given, tokens, query_tokens, layers, entry, isinstance(weights, AttentionOutput))
     contents.add_operands(operands, entry, scale)
+    if not isinstance(live, (bool, Mapping)):
+        raise TypeError(f"live must be a bool or a mapping of options, got {type(live).__name__}")
+    if live is not False:
+        core()  # an error here, and not when the view is shown
+        contents.live = live_options(contents, {} if live is True else live)
     return _titled(contents, title)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .._input.arrays import as_array, common_dtype, is_bfloat16
 from .._input.types import AttentionStatistics, summary
 from .._plot import as_text, strings, take_entry, token_labels
+from ..functional import get_alibi_slopes
 
 Array = NDArray[Any]
 WeightsOf = Callable[[int, int, slice], Any]
@@ -141,6 +142,7 @@ class Weights:
         self.scale = "linear" if seqlen_k <= 32 or low < 0 else "log"
         self.operands: dict[str, Array] = {}
         self.operand_scale: float | None = None
+        self.live: dict[str, Any] | None = None  # the options that a live view starts with
 
     def add_operands(self, given: dict[str, Any], entry: int | None, scale: float | None) -> None:
         """Keep queries, keys and values for the page, (L, H, T, D) in float32 or float64."""
@@ -227,6 +229,18 @@ class Weights:
             data += part + bytes(-len(part) % 8)
         info["operands"] = described
         return data
+
+    def pack_live(self) -> tuple[dict[str, Any], bytes]:
+        """Return the description of a live view, and the bytes of queries, keys and values, one head each."""
+        heads = self.shape[1]
+        info, data = {**self.info, "options": self.live, "opens": self.interesting()[0]}, b""
+        info["slopes"] = get_alibi_slopes(heads).astype(float).tolist()
+        for name, array in self.operands.items():
+            whole = np.repeat(array.astype(np.float32), heads // array.shape[1], axis=1)
+            part = to_bytes(whole)
+            info[name] = {"start": len(data), "bytes": len(part), "width": whole.shape[-1]}
+            data += part
+        return info, data
 
     def window(self, where: Rectangle) -> Array:
         """Return a part of a head's matrix."""

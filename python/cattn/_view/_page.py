@@ -19,6 +19,11 @@ from ._contents import FIELDS, Statistics, Weights, _largest_of_blocks
 
 # In the order in which their classes build on each other.
 SCRIPTS = ("data", "page", "heatmap", "forms", "view", "weights", "statistics")
+LIVE_SCRIPTS = ("core", "live")
+CORE = "core.wasm"
+NO_CORE = """\
+live views need the compiled core of WebAssembly, which this installation lacks: wheels have it, and in a clone of the \
+source `nox -s live` compiles it"""
 PIXELS_PER_INCH = 80  # of the picture on a page
 MOST_PANELS = 6  # of the picture; more heads are drawn on one sheet
 MOST_CELLS = 256  # of a panel, along one axis
@@ -30,7 +35,7 @@ PAGE = """\
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
+ content="default-src 'none'; script-src 'unsafe-inline'{policy}; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="cattn">
 <link rel="icon" href="data:,">
@@ -46,24 +51,36 @@ body {{ margin: 0; padding: 12px; background: Canvas; color: CanvasText; }}
 {heading}<main id="view"></main>
 <noscript>This page draws attention weights by a script, which this browser does not run.</noscript>
 <script type="application/json" id="state">{state}</script>
-<script type="text/plain" id="weights">{weights}</script>
+{data}
 <script type="module">
 {module}
 fitIntoFrame();
 const state = JSON.parse(document.getElementById("state").textContent);
-state.weights = await unpack(document.getElementById("weights").textContent);
-showSaved(state, document.getElementById("view"));
+const packed = (id) => unpack(document.getElementById(id).textContent);
+{start}
 </script>
 </body>
 </html>
 """
+SHOW_SAVED = """\
+state.weights = await packed("weights");
+showSaved(state, document.getElementById("view"));"""
+SHOW_LIVE = 'showLive(state, await packed("operands"), await packed("core"), document.getElementById("view"));'
 
 
 @functools.cache
-def module() -> str:
-    """Return the ES module of the views."""
+def module(names: tuple[str, ...] = SCRIPTS) -> str:
+    """Return the ES module of the views, or other scripts of this folder."""
     folder = resources.files(__package__)
-    return "\n".join((folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+    return "\n".join((folder / f"{name}.js").read_text("utf-8") for name in names)
+
+
+def core() -> bytes:
+    """Return the compiled core of live views."""
+    file = resources.files(__package__) / CORE
+    if not file.is_file():
+        raise RuntimeError(NO_CORE)
+    return file.read_bytes()
 
 
 @functools.cache
@@ -80,15 +97,32 @@ def first_state(contents: Weights | Statistics) -> dict[str, Any]:
 
 def page(contents: Weights | Statistics, title: str, most: int) -> str:
     """Return a page that needs no other file and no kernel."""
+    if isinstance(contents, Weights) and contents.live is not None:
+        info, data = contents.pack_live()
+        return fill(title, info, {"operands": data, "core": core()}, SCRIPTS + LIVE_SCRIPTS, SHOW_LIVE)
     info, data = contents.pack(most, rounds=True)
-    state = json.dumps({"info": info, **first_state(contents)}, ensure_ascii=False)
+    return fill(title, {"info": info, **first_state(contents)}, {"weights": data}, SCRIPTS, SHOW_SAVED)
+
+
+def fill(
+    title: str, state: dict[str, Any], data: dict[str, bytes], scripts: tuple[str, ...], start: str, more: str = ""
+) -> str:
+    """Return the page with a state and data, whose scripts, and `more` of them, are followed by `start`."""
+    heading = state.get("info", state).get("heading")
+    parts = (
+        # half of causal weights are zeros
+        f'<script type="text/plain" id="{name}">{base64.b64encode(zlib.compress(part, 1)).decode("ascii")}</script>'
+        for name, part in data.items()
+    )
     return PAGE.format(
         title=escape(as_text(title)),
-        heading="" if info.get("heading") else f'<h1 class="unseen">{escape(as_text(title))}</h1>\n',
+        heading="" if heading else f'<h1 class="unseen">{escape(as_text(title))}</h1>\n',
+        policy=" 'wasm-unsafe-eval'" if "core" in data else "",
         style=style(),
-        state=state.replace("<", "\\u003c"),  # a token must not end the script
-        weights=base64.b64encode(zlib.compress(data, level=1)).decode("ascii"),  # half of causal weights are zeros
-        module=module(),
+        state=json.dumps(state, ensure_ascii=False).replace("<", "\\u003c"),  # a token must not end the script
+        data="\n".join(parts),
+        module="\n".join([module(scripts), more]),
+        start=start,
     )
 
 

@@ -123,7 +123,7 @@ class HeatMap {
     const faint = this.style("--cattn-faint");
     context.fillStyle = faint;
     context.textAlign = "left";
-    context.fillText("key →", left, 8);
+    context.fillText(`${this.column || "key"} →`, left, 8);
     context.save();
     context.translate(8, Math.min(top + 44, bottom));
     context.rotate(-Math.PI / 2);

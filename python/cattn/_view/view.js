@@ -161,22 +161,23 @@ function render({ model, el }) {
 }
 
 // A model that lives in the page: what anywidget's model is to a view with a kernel.
-function showSaved(state, el) {
+function pageModel(state) {
   const listeners = {};
-  render({
-    el,
-    model: {
-      get: (name) => state[name],
-      set(name, value) {
-        const changed = JSON.stringify(state[name]) !== JSON.stringify(value);
-        state[name] = value;
-        if (changed) (listeners[`change:${name}`] || []).forEach((listener) => listener());
-      },
-      save_changes() {},
-      on: (name, listener) => (listeners[name] ||= []).push(listener),
-      off: (name, listener) => (listeners[name] = (listeners[name] || []).filter((other) => other !== listener)),
+  return {
+    get: (name) => state[name],
+    set(name, value) {
+      const changed = JSON.stringify(state[name]) !== JSON.stringify(value);
+      state[name] = value;
+      if (changed) (listeners[`change:${name}`] || []).forEach((listener) => listener());
     },
-  });
+    save_changes() {},
+    on: (name, listener) => (listeners[name] ||= []).push(listener),
+    off: (name, listener) => (listeners[name] = (listeners[name] || []).filter((other) => other !== listener)),
+  };
+}
+
+function showSaved(state, el) {
+  render({ el, model: pageModel(state) });
 }
 
 // Returns the bytes of a saved page, which are deflated and in base64.

@@ -24,7 +24,7 @@ class WeightsView extends View {
     const pointQuery = (q, how) => this.point(q, partner(q), how);
     const pointKey = (k, how) => this.point(owner(k), k, how);
     this.lines = new Lines({ point: (kind, at, how) => (kind === "query" ? pointQuery(at, how) : pointKey(at, how)) });
-    this.steps = new Steps({ point: (k, how) => this.point(this.at.q, k, how) });
+    this.steps = this.makeSteps((k, how) => this.point(this.at.q, k, how));
     this.form = "map";
     this.keyLane = new Lane({ point: pointKey });
     this.queryLane = new Lane({ point: pointQuery });
@@ -55,6 +55,10 @@ class WeightsView extends View {
   }
 
   // ---- forms ----
+  makeSteps(point) {
+    return new Steps({ point });
+  }
+
   formButtons() {
     const button = (form, text) =>
       make("button", { type: "button", "data-form": form, onclick: () => this.setForm(form) }, text);

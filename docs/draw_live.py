@@ -1,0 +1,67 @@
+"""Write the live page of the site: one file with the core for browsers, a tiny GPT and the scripts of the views.
+
+The build of the site calls `write`. `examples/train_gpt.py --page docs/live_gpt.npz` trains the model; `nox -s live`
+compiles the core.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cattn._view._page import LIVE_SCRIPTS, SCRIPTS, core, fill
+
+HERE = Path(__file__).parent
+MODEL = HERE / "live_gpt.npz"
+WORD = r" ?[A-Za-z]+| ?[0-9]+| ?[^ \t\n\r\f\vA-Za-z0-9]+|[ \t\n\r\f\v]+"  # of examples/small_gpt.py; a test compares
+START = 'showPage(state, await packed("model"), await packed("core"), document.getElementById("view"));'
+
+
+def model() -> tuple[dict[str, Any], bytes]:
+    """Return the description of the model and its tokens, and the bytes of its arrays."""
+    with np.load(MODEL) as file:
+        read = dict(file)
+    heads, merges, joined, lengths = (read.pop(name) for name in ("heads", "merges", "pieces", "lengths"))
+    pieces = [joined[end - n : end].tobytes() for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    index = {piece: i for i, piece in enumerate(pieces)}
+    arrays: dict[str, Any] = {}
+    data = b""
+
+    def place(array: Any) -> int:
+        """Append an array; return where it starts."""
+        nonlocal data
+        start = len(data)
+        part = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        data += part + bytes(-len(part) % 4)
+        return start
+
+    for name in [name for name in read if not name.endswith(" scale")]:
+        arrays[name] = {"start": place(read[name]), "shape": list(read[name].shape)}
+        if f"{name} scale" in read:
+            arrays[name]["scales"] = place(read[f"{name} scale"])
+    state = {
+        "model": {
+            "heads": int(heads),
+            "layers": sum(name.endswith("qkv") for name in arrays),
+            "context": arrays["position"]["shape"][0],
+            "arrays": arrays,
+        },
+        "tokenizer": {
+            "pieces": [list(piece) for piece in pieces],
+            "merges": [[int(a), int(b), index[pieces[a] + pieces[b]]] for a, b in merges],
+            "pattern": WORD,
+        },
+    }
+    return state, data
+
+
+def write(folder: Path) -> None:
+    """Compile the core if it is not up to date, and write the page."""
+    subprocess.run([sys.executable, HERE.parent / "tools" / "live"], check=True)
+    state, data = model()
+    more = (HERE / "live" / "gpt.js").read_text(encoding="utf-8")
+    scripts = SCRIPTS + LIVE_SCRIPTS
+    page = fill("Attention, live", state, {"model": data, "core": core()}, scripts, START, more)
+    (folder / "live.html").write_text(page, encoding="utf-8")

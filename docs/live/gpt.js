@@ -1,0 +1,209 @@
+// The sources of the live page: a tiny GPT that reads a sentence, and numbers that the reader types.
+
+// Byte-level pairs: a word with the space before it is bytes, and the pair that was learnt first is merged first.
+class Tokenizer {
+  constructor({ pieces, merges, pattern }) {
+    this.pieces = pieces.map((piece) => Uint8Array.from(piece));
+    this.words = new RegExp(pattern, "gu");
+    this.bytes = new Map();
+    this.pieces.forEach((piece, id) => piece.length === 1 && this.bytes.set(piece[0], id));
+    this.ranks = new Map(merges.map(([a, b, id], rank) => [a * 65536 + b, { rank, id }]));
+    this.known = new Map();
+  }
+
+  encode(text) {
+    const ids = [];
+    for (const [word] of text.matchAll(this.words)) {
+      if (!this.known.has(word)) this.known.set(word, this.merge(Array.from(new TextEncoder().encode(word), (byte) => this.bytes.get(byte))));
+      ids.push(...this.known.get(word));
+    }
+    return ids;
+  }
+
+  merge(given) {
+    let ids = given;
+    for (;;) {
+      let [best, at] = [null, -1];
+      for (let i = 0; i + 1 < ids.length; i++) {
+        const found = this.ranks.get(ids[i] * 65536 + ids[i + 1]);
+        if (found && (!best || found.rank < best.rank)) [best, at] = [found, i];
+      }
+      if (!best) return ids;
+      ids = [...ids.slice(0, at), best.id, ...ids.slice(at + 2)];
+    }
+  }
+
+  // A token as text; bytes that are a part of a letter are written as numbers.
+  text(id) {
+    try {
+      return new TextDecoder("utf-8", { fatal: true }).decode(this.pieces[id]);
+    } catch {
+      return Array.from(this.pieces[id], (byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
+    }
+  }
+}
+
+const add = (a, b) => Float32Array.from(a, (x, i) => x + b[i]); // each sum is rounded to float32 once
+
+// The model of examples/small_gpt.py, with the core's functions.
+class GPT {
+  // info: heads, layers, context, and where each array of weights is; bytes: int8 rows with a scale each, or float32.
+  constructor(info, bytes) {
+    Object.assign(this, info);
+    this.weights = Object.fromEntries(Object.entries(info.arrays).map(([name, { start, shape, scales }]) => {
+      const length = shape.reduce((a, b) => a * b, 1);
+      if (scales === undefined) return [name, numbersOf(bytes.slice(start, start + 4 * length), "float32")];
+      const scale = numbersOf(bytes.slice(scales, scales + 4 * shape[0]), "float32");
+      const stored = new Int8Array(bytes.buffer, bytes.byteOffset + start, length);
+      return [name, Float32Array.from(stored, (x, i) => x * scale[Math.floor(i / shape[1])])];
+    }));
+    this.width = info.arrays.token.shape[1];
+  }
+
+  // Returns query, key and value of each layer, and the logits after the last token. `first` tokens are padding, which
+  // stands at position 0, as the first token does.
+  run(ids, pads, core, options) {
+    const { weights: W, width, heads } = this;
+    const [T, D] = [ids.length, width / heads];
+    const sizes = { heads, T_q: T, T_k: T, D, D_v: D };
+    let x = new Float32Array(T * width);
+    ids.forEach((id, t) => {
+      const position = Math.max(t - pads, 0);
+      for (let d = 0; d < width; d++) x[t * width + d] = W.token[id * width + d] + W.position[position * width + d];
+    });
+    const layers = [];
+    for (let i = 0; i < this.layers; i++) {
+      const qkv = core.linear(core.layerNorm(x, W[`${i} norm 1`]), W[`${i} qkv`], null, width);
+      const part = (which) => {
+        const array = new Float32Array(T * width);
+        for (let head = 0; head < heads; head++) {
+          for (let t = 0; t < T; t++) {
+            const from = t * 3 * width + which * width + head * D;
+            array.set(qkv.subarray(from, from + D), (head * T + t) * D);
+          }
+        }
+        return array;
+      };
+      const arrays = { query: part(0), key: part(1), value: part(2) };
+      layers.push(arrays);
+      const out = new Attention(core, sizes, arrays, options).stage("output");
+      const joined = new Float32Array(T * width);
+      for (let head = 0; head < heads; head++) {
+        for (let t = 0; t < T; t++) joined.set(out.subarray((head * T + t) * D, (head * T + t + 1) * D), t * width + head * D);
+      }
+      const y = add(x, core.linear(joined, W[`${i} out`], null, width));
+      const up = core.linear(core.layerNorm(y, W[`${i} norm 2`]), W[`${i} up`], W[`${i} up bias`], width);
+      x = add(y, core.linear(core.gelu(up), W[`${i} down`], null, 4 * width));
+    }
+    const last = core.layerNorm(x.slice((T - 1) * width), W.norm);
+    return { layers, logits: core.linear(last, W.token, null, width) };
+  }
+}
+
+const SENTENCES = {
+  "a story": "The dog was tired because the cat sat on the box. Then the fox went to the house, and it was happy.",
+  "a repetition": "The cat sat on the mat. The dog sat on the rug. The cat sat on the",
+  "random words": "small fox house matrix bird code small fox house matrix bird code small fox house matrix",
+};
+
+class SentenceSource {
+  constructor(model, tokenizer, text) {
+    Object.assign(this, { name: "sentence", words: "a sentence", model, tokenizer, pads: true });
+    this.input = make("textarea", { id: "sentence", rows: 2, maxlength: 20000, spellcheck: "false", oninput: () => this.changed() });
+    this.input.value = text;
+    const buttons = Object.entries(SENTENCES).map(([words, sentence]) => make("button", {
+      type: "button", onclick: () => {
+        this.input.value = sentence;
+        this.changed();
+      },
+    }, words));
+    this.element = make("div", {}, make("label", { for: "sentence" }, "A sentence, which a tiny GPT reads "), this.input,
+      make("span", { class: "cattn-next" }, "or", ...buttons));
+    this.after = make("p", { class: "cattn-next", "aria-live": "polite" });
+  }
+
+  run(options, pads, core) {
+    const most = this.model.context - pads;
+    const all = this.tokenizer.encode(this.input.value);
+    const ids = all.length ? all.slice(0, most) : this.tokenizer.encode(" ");
+    this.note = all.length > most ? `The model reads ${most} tokens: the text has ${all.length}, of which the first are shown.`
+      : all.length ? "" : "Type a sentence.";
+    const padded = [...Array(pads).fill(0), ...ids];
+    this.tokens = [...Array(pads).fill("pad"), ...ids.map((id) => this.tokenizer.text(id))];
+    const [T, D] = [padded.length, this.model.width / this.model.heads];
+    this.sizes = { heads: this.model.heads, T_q: T, T_k: T, D, D_v: D };
+    const { layers, logits } = this.model.run(padded, pads, core, options);
+    Object.assign(this, { ids, logits, text: this.input.value });
+    this.show(logits);
+    return layers;
+  }
+
+  // The tokens that may come next, by the softmax of the logits.
+  show(logits) {
+    const top = logits.reduce((a, b) => Math.max(a, b), -Infinity);
+    const terms = Array.from(logits, (x) => Math.exp(x - top));
+    const sum = terms.reduce((a, b) => a + b, 0);
+    const best = terms.map((x, id) => [x / sum, id]).sort((a, b) => b[0] - a[0]).slice(0, 5);
+    this.after.replaceChildren("Next token: ", ...best.map(([p, id]) => make("button", {
+      type: "button", title: "append this token", "data-id": id, onclick: () => {
+        this.input.value += this.tokenizer.text(id);
+        this.changed();
+      },
+    }, make("bdi", {}, visible(this.tokenizer.text(id))), ` ${Math.round(100 * p)} %`)));
+  }
+}
+
+const BOOK = `0.43 0.15 0.89
+0.55 0.87 0.66
+0.57 0.85 0.64
+0.22 0.58 0.33
+0.77 0.25 0.10
+0.05 0.80 0.55`;
+
+// Rows of numbers, as NumPy prints them or as they are copied from a table. The error names the row.
+function matrixOf(text, name) {
+  const rows = text.split(/[\n\]]/).map((row) => row.replace(/array\(|dtype=\w+|[[(),]/g, " ").trim()).filter(Boolean);
+  const numbers = rows.map((row) => row.split(/[\s;]+/).map((word) => {
+    const x = /^[-+]?inf(inity)?$/i.test(word) ? Number(word.replace(/inf(inity)?/i, "Infinity")) : /^nan$/i.test(word) ? NaN : Number(word);
+    if (Number.isNaN(x) && !/^nan$/i.test(word)) throw new Error(`${name}: “${word.slice(0, 40)}” is not a number`);
+    return x;
+  }));
+  if (!numbers.length) throw new Error(`${name} has no numbers`);
+  numbers.forEach((row, i) => {
+    if (row.length !== numbers[0].length) throw new Error(`${name}: row ${i} has ${row.length} numbers, row 0 has ${numbers[0].length}`);
+  });
+  return { rows: numbers.length, columns: numbers[0].length, data: Float32Array.from(numbers.flat()) };
+}
+
+class NumbersSource {
+  constructor() {
+    Object.assign(this, { name: "numbers", words: "numbers", tokens: null });
+    const area = (name, text, words) => {
+      const input = make("textarea", { id: `numbers-${name}`, rows: 6, spellcheck: "false", oninput: () => this.changed() });
+      input.value = text;
+      return [input, make("div", {}, make("label", { for: `numbers-${name}` }, words), input)];
+    };
+    const [[query, first], [key, second], [value, third]] = [
+      area("query", BOOK, "query, a row for each token"), area("key", "", "key, if it is not the query"), area("value", "", "value, if it is not the key")];
+    this.inputs = { query, key, value };
+    this.element = make("div", { class: "cattn-tables" }, first, second, third);
+  }
+
+  run() {
+    const query = matrixOf(this.inputs.query.value, "query");
+    const or = (name, other) => (this.inputs[name].value.trim() ? matrixOf(this.inputs[name].value, name) : other);
+    const key = or("key", query);
+    const value = or("value", key);
+    if (key.columns !== query.columns) throw new Error(`key has ${key.columns} columns, query has ${query.columns}`);
+    if (value.rows !== key.rows) throw new Error(`value has ${value.rows} rows, key has ${key.rows}`);
+    this.sizes = { heads: 1, T_q: query.rows, T_k: key.rows, D: query.columns, D_v: value.columns };
+    return [{ query: query.data, key: key.data, value: value.data }];
+  }
+}
+
+async function showPage({ model, tokenizer }, weights, core, element) {
+  const sentence = new SentenceSource(new GPT(model, weights), new Tokenizer(tokenizer), SENTENCES["a story"]);
+  element.live = new LiveView({
+    core: await Core.start(core), sources: [sentence, new NumbersSource()], element, title: "Attention, live", options: {},
+  });
+}

@@ -1,0 +1,219 @@
+// The core of cattn in WebAssembly, and the stages of attention that it computes: the bits of Python's functions.
+
+const STATUS = ["", "there is not enough memory for so many tokens", "the computation was stopped"];
+const STAGE = { qk: 0, bias: 2, mask: 3, softmax: 4, dropout: 5, out: 6 }; // as enum cattn_stage numbers them
+
+class Core {
+  static async start(bytes) {
+    const { instance } = await WebAssembly.instantiate(bytes, {});
+    instance.exports._initialize();
+    return new Core(instance.exports);
+  }
+
+  constructor(functions) {
+    this.functions = functions;
+  }
+
+  // Calls a function whose last argument takes `length` numbers, and returns these. Typed arrays are copied into the
+  // module's memory; null is an absent array.
+  call(name, length, ...given) {
+    const taken = [];
+    const allocate = (size) => {
+      const at = this.functions.allocate(size + 8);
+      if (!at) throw new Error(STATUS[1]);
+      taken.push(at);
+      return at;
+    };
+    try {
+      const places = given.map((x) => (ArrayBuffer.isView(x) ? allocate(x.byteLength) : x ?? 0));
+      const out = allocate(length * 4);
+      const { memory } = this.functions; // allocate may have moved its buffer
+      given.forEach((x, i) => ArrayBuffer.isView(x)
+        && new Uint8Array(memory.buffer, places[i]).set(new Uint8Array(x.buffer, x.byteOffset, x.byteLength)));
+      const status = this.functions[name](...places, out);
+      if (status) throw new Error(STATUS[status]);
+      return new Float32Array(memory.buffer, out, length).slice();
+    } finally {
+      taken.forEach((at) => this.functions.release(at));
+    }
+  }
+
+  linear(x, weight, bias, depth) {
+    const [rows, columns] = [x.length / depth, weight.length / depth];
+    return this.call("linear", rows * columns, rows, columns, depth, x, weight, bias);
+  }
+
+  layerNorm(x, weight) {
+    return this.call("layer_norm", x.length, x.length / weight.length, weight.length, x, weight);
+  }
+
+  gelu(x) {
+    return this.call("gelu", x.length, x.length, x);
+  }
+
+  dropout(x, p, seed) {
+    return this.call("dropout", x.length, x.length, x, p, seed);
+  }
+}
+
+// What a call of attention takes besides its arrays, as the arguments of Python's function have it: a window of n keys on
+// either side of a query's position, its own among them (0: none); `first` is the first valid key; `cells` are the hidden
+// pairs of an attn_mask, "query,key".
+const OPTIONS = {
+  method: "neg_inf", causal: true, window: 0, softcap: 0, slopes: null, sink: null, temperature: 1, scale: null,
+  dropout: 0, seed: 123, offset: 0, first: 0, cells: [],
+};
+
+const STAGES = {
+  scores: "query · key",
+  scaled: "scaled",
+  masked: "masked",
+  weights: "weights",
+  dropped: "after dropout",
+  output: "output",
+};
+
+// The attention of one layer: arrays (heads, tokens, width), sizes { heads, T_q, T_k, D, D_v }.
+class Attention {
+  constructor(core, sizes, arrays, options) {
+    Object.assign(this, { core, sizes, arrays, options: { ...OPTIONS, ...options } });
+    this.known = {};
+  }
+
+  get renormalizes() {
+    return this.options.method === "renormalize";
+  }
+
+  get scale() {
+    return (this.options.scale ?? 1 / Math.sqrt(this.sizes.D)) / this.options.temperature;
+  }
+
+  // The edited cells as pairs, without what a longer text has left behind.
+  get cells() {
+    const { T_q, T_k } = this.sizes;
+    return this.options.cells.map((cell) => cell.split(",").map(Number)).filter(([q, k]) => q < T_q && k < T_k);
+  }
+
+  // Bytes (T_q, T_k), 0 where an edited cell is hidden; null without such cells.
+  get mask() {
+    const { cells, sizes: { T_q, T_k } } = this;
+    if (!cells.length) return null;
+    const mask = new Uint8Array(T_q * T_k).fill(1);
+    for (const [q, k] of cells) mask[q * T_k + k] = 0;
+    return mask;
+  }
+
+  // Bytes (T_q, T_k), 1 where the query sees the key by all masks.
+  get visible() {
+    const { T_q, T_k } = this.sizes;
+    const { causal, window, offset, first } = this.options;
+    const seen = this.mask || new Uint8Array(T_q * T_k).fill(1);
+    for (let q = 0; q < T_q; q++) {
+      for (let k = 0; k < T_k; k++) {
+        const away = k - q - offset;
+        const hidden = k < first || (causal && away > 0) || (window > 0 && Math.abs(away) >= window);
+        if (hidden) seen[q * T_k + k] = 0;
+      }
+    }
+    return seen;
+  }
+
+  attention(stage, changes = {}) {
+    const { heads, T_q, T_k, D, D_v } = this.sizes;
+    const options = { ...this.options, ...changes };
+    const { query, key, value } = this.arrays;
+    const side = options.window > 0 ? options.window - 1 : -1;
+    const numbers = Float64Array.of(heads, T_q, T_k, D, D_v, options.scale ?? this.scale, options.softcap, options.causal ? 1 : 0,
+      side, side, options.offset, options.first, options.dropout, options.seed);
+    const slopes = options.slopes && Float32Array.from(options.slopes);
+    const sinks = options.sink === null ? null : new Float32Array(heads).fill(options.sink);
+    const length = heads * T_q * (stage === "out" ? D_v : T_k);
+    const mask = "mask" in changes ? changes.mask : this.mask;
+    return this.core.call("attention", length, numbers, STAGE[stage], query, key, stage === "out" ? value : null, mask, slopes, sinks);
+  }
+
+  compute(stage) {
+    const { heads, T_q, T_k, D_v } = this.sizes;
+    const unmasked = { causal: false, window: 0, first: 0, mask: null, scale: this.scale, dropout: 0, sink: null };
+    const masked = { scale: this.scale };
+    if (stage === "scores") return this.attention("qk", { scale: 1 });
+    if (stage === "scaled") return this.attention("qk", masked);
+    if (!this.renormalizes) return this.attention({ masked: "mask", weights: "softmax", dropped: "dropout", output: "out" }[stage], masked);
+    if (stage === "masked") return this.attention("softmax", unmasked);
+    if (stage === "weights") {
+      return this.core.call("renormalized_softmax", heads * T_q * T_k, heads, T_q, T_k, this.attention("bias", unmasked), this.visible);
+    }
+    if (stage === "dropped") return this.core.dropout(this.stage("weights"), this.options.dropout, this.options.seed);
+    const result = new Float32Array(heads * T_q * D_v);
+    for (let head = 0; head < heads; head++) {
+      const [dropped, value] = [this.stage("dropped"), this.arrays.value];
+      const turned = new Float32Array(D_v * T_k);
+      for (let k = 0; k < T_k; k++) for (let d = 0; d < D_v; d++) turned[d * T_k + k] = value[(head * T_k + k) * D_v + d];
+      result.set(this.core.linear(dropped.subarray(head * T_q * T_k, (head + 1) * T_q * T_k), turned, null, T_k), head * T_q * D_v);
+    }
+    return result;
+  }
+
+  // One stage of all heads, computed once.
+  stage(name) {
+    return (this.known[name] ||= this.compute(name));
+  }
+
+  // ---- the same in Python ----
+
+  // The program that prints row `q` of a stage of a head; its variables have the names of the stages.
+  python(stage, head, q, tokens) {
+    const { heads, T_q, T_k, D, D_v } = this.sizes;
+    const { causal, window, softcap, slopes, sink, dropout, seed, offset, first } = this.options;
+    const number = (x) => (Number.isInteger(x) ? `${x}.0` : String(x));
+    const array = (numbers, ...shape) => {
+      let text = "";
+      const bytes = new Uint8Array(numbers.buffer, numbers.byteOffset, numbers.byteLength);
+      for (const byte of bytes) text += String.fromCharCode(byte);
+      return `array("${btoa(text)}", ${shape.join(", ")})`;
+    };
+    const { query, key, value } = this.arrays;
+    const shape = [];
+    if (softcap) shape.push(`softcap=${number(softcap)}`);
+    if (slopes) shape.push(`alibi_slopes=[${slopes.map(number).join(", ")}]`);
+    const masks = [];
+    if (causal) masks.push("is_causal=True");
+    if (window > 0) masks.push(`window_size=(${window - 1}, ${window - 1})`);
+    const ranges = [...masks];
+    if (first) masks.push(`key_value_seq_starts=${first}`);
+    if (this.mask) masks.push("attn_mask=attn_mask");
+    if (T_q !== T_k) shape.push(`query_offset=${offset}`);
+    const lines = ["import base64", "", "import numpy as np", "", "import cattn", "", "",
+      "def array(text, *shape):", '    return np.frombuffer(base64.b64decode(text), "<f4").reshape(shape)', "", "",
+      ...(tokens ? [`tokens = ${JSON.stringify(tokens).replace(/[\u007f-\uffff]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`)}`] : []),
+      `query = ${array(query, 1, heads, T_q, D)}  # batch, heads, tokens, width`, `key = ${array(key, 1, heads, T_k, D)}`,
+      ...(value ? [`value = ${array(value, 1, heads, T_k, D_v)}`] : [])];
+    if (this.mask) {
+      const cells = this.cells.map(([query, key]) => `(${query}, ${key})`).join(", ");
+      lines.push(`attn_mask = np.ones((${T_q}, ${T_k}), bool)`, `attn_mask[tuple(np.transpose([${cells}]))] = False  # hidden pairs of query and key`);
+    }
+    lines.push(`scores = cattn.attention_weights(query, key, scale=1.0, stage="qk")`,
+      `options = dict(${[`scale=${number(this.scale)}`, ...shape].join(", ")})`,
+      `scaled = cattn.attention_weights(query, key, scale=options["scale"], stage="qk")`);
+    if (this.renormalizes) {
+      const seen = [T_q, T_k, ...(causal ? [] : ["is_causal=False"]), `query_offset=${offset}`, ...ranges];
+      lines.push(`visible = cattn.causal_mask(${seen.join(", ")})${this.mask ? " & attn_mask" : ""}`,
+        ...(first ? [`visible[:, :${first}] = False  # padding`] : []),
+        "masked = cattn.attention_weights(query, key, **options)  # not yet",
+        `biased = cattn.attention_weights(query, key, **options, stage="bias")`,
+        `weights = cattn.masked_softmax(biased, visible, method="renormalize")`,
+        dropout ? `dropped = cattn.dropout(weights, ${number(dropout)}, rng=cattn.TorchGenerator(${seed}))` : "dropped = weights");
+      if (value) lines.push("output = np.stack([cattn.functional.linear(w, v.T) for w, v in zip(dropped[0], value[0])])[None]");
+    } else {
+      if (masks.length) lines.push(`options |= dict(${masks.join(", ")})`);
+      lines.push(`masked = cattn.attention_weights(query, key, **options, stage="mask")`);
+      if (sink !== null) lines.push(`options |= dict(sinks=[${Array(heads).fill(number(sink)).join(", ")}])`);
+      const drops = dropout ? `, dropout_p=${number(dropout)}, rng=cattn.TorchGenerator(${seed})` : "";
+      lines.push("weights = cattn.attention_weights(query, key, **options)",
+        `dropped = cattn.attention_weights(query, key, **options${drops}, stage="dropout")`);
+      if (value) lines.push(`output = cattn.scaled_dot_product_attention(query, key, value, **options${drops})`);
+    }
+    lines.push("", `print(${stage}[0, ${head}, ${q}])`, "");
+    return lines.join("\n");
+  }
+}

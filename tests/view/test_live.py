@@ -1,0 +1,348 @@
+"""The live page: its numbers are Python's to the bit, its program runs, and hostile text does no harm."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn._view import _page
+from support import ROOT
+from support.processes import Tab, chromium, needs_browser
+
+STAGES = ["scores", "scaled", "masked", "weights", "dropped", "output"]
+TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
+# Sets options as the controls do, and returns each stage of a layer, and the program.
+ASK = """([options, layer]) => {
+    const live = document.getElementById("view").live;
+    Object.assign(live.options, options);
+    live.update();
+    if (live.problem.textContent) throw new Error(live.problem.textContent);
+    const attention = live.layers[layer];
+    const found = {program: attention.python(live.stage, 0, 0, live.source.tokens)};
+    for (const stage of STAGES) found[stage] = Array.from(attention.stage(stage), String);
+    return found;
+}""".replace("STAGES", str(STAGES))
+
+
+@pytest.fixture(scope="module")
+def core() -> bytes:
+    """The compiled core, made by zig if it is installed."""
+    if importlib.util.find_spec("ziglang") is not None:
+        subprocess.run([sys.executable, ROOT / "tools" / "live"], check=True)
+    try:
+        return _page.core()
+    except RuntimeError:
+        pytest.skip("there is no core.wasm: `nox -s live` makes it with the package ziglang")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page_file(core: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import draw_live
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    folder = tmp_path_factory.mktemp("live")
+    draw_live.write(folder)
+    return folder / "live.html"
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A function that opens a page; at the end, nothing was fetched and nothing went wrong."""
+    tabs = []
+
+    def open_page(path: Path, **options: Any) -> Any:
+        tab = Tab(browser, **options)
+        tabs.append((tab, path))
+        page = tab.open(path)
+        page.wait_for_selector(".cattn-live canvas")
+        return page
+
+    yield open_page
+    for tab, path in tabs:
+        assert [url for url in tab.requests if url != path.as_uri() and not url.startswith("data:")] == []
+        assert tab.problems == []
+        tab.context.close()
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait until an expression of JavaScript holds; Playwright's own way needs eval(), which the page forbids."""
+    for _ in range(200):
+        if page.evaluate(f"() => {condition}"):
+            return
+        page.wait_for_timeout(20)
+    raise AssertionError(condition)
+
+
+def random_options(rng: np.random.Generator, tokens: int, heads: int) -> dict[str, Any]:
+    def maybe(value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < 0.5 else otherwise
+
+    method = str(rng.choice(["neg_inf", "renormalize"]))
+    cells = [f"{q},{k}" for q, k in rng.integers(0, tokens, (int(rng.integers(0, 6)), 2))]
+    return {
+        "method": method,
+        "causal": bool(rng.random() < 0.7),
+        "window": maybe(int(rng.integers(1, 6)), 0),
+        "softcap": maybe(int(rng.integers(1, 20)), 0),
+        "slopes": maybe([2.0 ** -(i + 1) for i in range(heads)], None),
+        "sink": maybe(float(rng.integers(-4, 5) / 2), None),
+        "temperature": maybe(round(float(rng.uniform(0.1, 4)), 1), 1),
+        "dropout": maybe(round(float(rng.uniform(0, 0.9)), 1), 0),
+        "seed": int(rng.integers(0, 2**32)),
+        "cells": maybe(sorted(set(cells)), []),
+    }
+
+
+def compare(found: dict[str, Any]) -> None:
+    """Run the program of the page, and compare its arrays with the page's numbers."""
+    variables: dict[str, Any] = {}
+    exec(compile(found["program"], "<program of the page>", "exec"), variables)
+    for stage in STAGES:
+        numbers = np.array([float(text) for text in found[stage]], np.float32)
+        right = variables[stage]
+        assert right.dtype == np.float32
+        np.testing.assert_array_equal(numbers.reshape(right.shape), right, stage)
+
+
+@needs_browser
+@pytest.mark.parametrize("cases", [12, pytest.param(200, marks=pytest.mark.long)])
+def test_the_program_computes_the_numbers_of_the_page(show: Any, page_file: Path, cases: int) -> None:
+    page = show(page_file)
+    rng = np.random.default_rng(cases)
+    for _ in range(cases):
+        words = " ".join(rng.choice(["stone", "river", "The", "cat", "sat.", "…", "🙂"], int(rng.integers(1, 7))))
+        page.fill("#sentence", words)
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        sizes = page.evaluate("() => document.getElementById('view').live.source.sizes")
+        pads = int(rng.integers(0, 4))
+        page.evaluate(
+            """([pads, hidden]) => {
+                const { live } = document.getElementById("view");
+                live.padding.input.value = pads;
+                live.padded.input.checked = hidden;
+            }""",
+            [pads, bool(rng.random() < 0.7)],
+        )
+        options = random_options(rng, sizes["T_q"], sizes["heads"])
+        compare(page.evaluate(ASK, [options, int(rng.integers(0, 2))]))
+
+
+def test_the_core_has_the_bits_of_python(core: bytes) -> None:
+    """The door of C alone, without a browser: an output with every option, and a layer of the model."""
+    wasmtime = pytest.importorskip("wasmtime")
+    store = wasmtime.Store()
+    exports = wasmtime.Instance(store, wasmtime.Module(store.engine, core), []).exports(store)
+    exports["_initialize"](store)
+
+    def place(array: np.ndarray | None) -> int:
+        if array is None:
+            return 0
+        at = exports["allocate"](store, array.nbytes + 8)
+        exports["memory"].write(store, array.tobytes(), at)
+        return int(at)
+
+    def call(name: str, shape: tuple[int, ...], *given: Any) -> np.ndarray:
+        out = np.zeros(shape, np.float32)
+        at = place(out)
+        words = [place(x) if x is None or isinstance(x, np.ndarray) else x for x in given]
+        assert exports[name](store, *words, at) == 0
+        return np.frombuffer(exports["memory"].read(store, at, at + out.nbytes), np.float32).reshape(shape)
+
+    x = operands(tokens=9)
+    query, key, value = (array[None] for array in x.values())
+    slopes, sinks = np.float32([0.5, 0.25, 0.125, 0]), np.float32([0.5] * 4)
+    mask = np.random.default_rng(1).random((9, 9)) < 0.8
+    for causal in (False, True):
+        numbers = np.array([4, 9, 9, 8, 8, 0.3, 5.0, causal, 3, 3, 1, 2, 0.4, 123])
+        arrays = (x["query"], x["key"], x["value"], mask.view(np.uint8), slopes, sinks)
+        options: dict[str, Any] = {"alibi_slopes": slopes, "sinks": sinks, "window_size": (3, 3), "softcap": 5.0}
+        options |= {"scale": 0.3, "is_causal": causal, "query_offset": 1, "key_value_seq_starts": 2, "dropout_p": 0.4}
+        for stage, name in ((3, "mask"), (4, "softmax"), (5, "dropout")):
+            right = cattn.attention_weights(query, key, mask, **options, rng=cattn.TorchGenerator(123), stage=name)
+            np.testing.assert_array_equal(call("attention", (1, 4, 9, 9), numbers, stage, *arrays), right)
+        right = cattn.scaled_dot_product_attention(query, key, value, mask, **options, rng=cattn.TorchGenerator(123))
+        np.testing.assert_array_equal(call("attention", (1, 4, 9, 8), numbers, 6, *arrays), right)
+    rows, weight = x["query"].reshape(-1, 8), x["key"].reshape(-1, 8)[:5]
+    bias = x["value"].ravel()[:5]
+    linear = cattn.functional.linear(rows, weight, bias)
+    np.testing.assert_array_equal(call("linear", linear.shape, 36, 5, 8, rows, weight, bias), linear)
+    norm = cattn.functional.layer_norm(rows, bias.repeat(2)[:8])
+    np.testing.assert_array_equal(call("layer_norm", rows.shape, 36, 8, rows, bias.repeat(2)[:8]), norm)
+    np.testing.assert_array_equal(call("gelu", rows.shape, rows.size, rows), cattn.functional.gelu(rows))
+
+
+# ---- view_attention(live=...) ----------------------------------------------------------------------------------------
+def operands(seed: int = 0, heads: int = 4, tokens: int = 6) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(seed).standard_normal((3, heads, tokens, 8), np.float32)
+    return dict(zip(("query", "key", "value"), x, strict=True))
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "window_size": (2, 0), "softcap": 3.0, "alibi_slopes": [0.5, 0.25, 0.125, 0]},
+        {"attn_mask": np.tri(6, k=1, dtype=bool), "sinks": [0.5] * 4},
+    ],
+)
+def test_a_live_view_begins_with_the_weights_of_the_call(
+    core: bytes, show: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    arrays = operands()
+    weights = cattn.attention_weights(arrays["query"][None], arrays["key"][None], **options)[0]
+    known = {"is_causal", "attn_mask"} >= options.keys()
+    view = cattn.view_attention(weights, TOKENS, **arrays, live=True if known else options)
+    view.save(tmp_path / "live.html")
+    page = show(tmp_path / "live.html")
+    found = page.evaluate(ASK, [{}, 0])
+    numbers = np.array([float(text) for text in found["weights"]], np.float32).reshape(weights.shape)
+    np.testing.assert_array_equal(numbers, weights)
+    compare(found)
+    assert "live" not in cattn.view_attention(weights, TOKENS, **arrays).to_html().split("<script")[1]
+
+
+def test_a_live_view_needs_what_it_computes_from(core: bytes) -> None:
+    arrays = operands()
+    query, key = arrays["query"], arrays["key"]
+    weights = cattn.attention_weights(query, key)
+    with pytest.raises(ValueError, match="live needs query and key"):
+        cattn.view_attention(weights, live=True)
+    with pytest.raises(ValueError, match="live has no option 'soft_cap': it takes is_causal"):
+        cattn.view_attention(weights, query=query, key=key, live={"soft_cap": 3})
+    with pytest.raises(ValueError, match="the weights are not those of query, key, scale"):
+        cattn.view_attention(cattn.attention_weights(query, key, softcap=0.1), query=query, key=key, live=True)
+    with pytest.raises(ValueError, match=r"as many keys before a query as after it, got \(2, 1\)"):
+        cattn.view_attention(weights, query=query, key=key, live={"window_size": (2, 1)})
+    with pytest.raises(ValueError, match="one sink for all heads, got 4 different ones"):
+        cattn.view_attention(weights, query=query, key=key, live={"sinks": [1, 2, 3, 4]})
+    with pytest.raises(TypeError, match="live must be a bool or a mapping of options, got str"):
+        cattn.view_attention(weights, query=query, key=key, live="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="live is for weights"):
+        cattn.view_attention(cattn.attention_statistics(query, key), live=True)
+
+
+def test_without_the_core_the_error_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_page, "CORE", "no core.wasm")
+    arrays = operands()
+    weights = cattn.attention_weights(arrays["query"], arrays["key"])
+    with pytest.raises(RuntimeError, match="`nox -s live` compiles it"):
+        cattn.view_attention(weights, **arrays, live=True)
+
+
+# ---- the reader ------------------------------------------------------------------------------------------------------
+@needs_browser
+def test_the_mask_is_edited_by_pointer_and_keyboard(core: bytes, show: Any, tmp_path: Path) -> None:
+    arrays = operands()
+    weights = cattn.attention_weights(arrays["query"], arrays["key"], is_causal=True)
+    cattn.view_attention(weights, TOKENS, **arrays, live=True).save(tmp_path / "live.html")
+    page = show(tmp_path / "live.html")
+    page.get_by_role("button", name="Edit the mask").click()
+    page.focus(".cattn-map")
+    for key in ("End", "ArrowLeft", "Enter"):  # of the last query
+        page.keyboard.press(key)
+    until(page, "document.getElementById('view').live.options.cells.includes('5,4')")
+    page.get_by_role("button", name="Done").click()
+    page.get_by_role("slider", name="temperature").fill("2")
+    page.get_by_role("slider", name="softcap").press("ArrowRight")
+    page.get_by_label("masked by").select_option("renormalize")
+    until(page, "document.getElementById('view').live.layers[0].options.method === 'renormalize'")
+    page.get_by_text("The program").click()
+    until(page, "document.querySelector('pre').textContent.includes('renormalize')")
+    variables: dict[str, Any] = {}
+    exec(page.inner_text("pre"), variables)
+    mask = np.tri(6, dtype=bool)
+    mask[5, 4] = False
+    biased = cattn.attention_weights(arrays["query"], arrays["key"], scale=8**-0.5 / 2, softcap=1.0, stage="bias")
+    np.testing.assert_array_equal(variables["weights"][0], cattn.masked_softmax(biased, mask, method="renormalize"))
+    page.get_by_role("button", name="Start again").click()
+    until(page, "document.getElementById('view').live.layers[0].options.method === 'neg_inf'")
+    numbers = [float(text) for text in page.evaluate(ASK, [{}, 0])["weights"]]
+    np.testing.assert_array_equal(np.array(numbers, np.float32).reshape(weights.shape), weights)
+
+
+@needs_browser
+def test_padding_changes_no_bit_and_hostile_text_does_no_harm(show: Any, page_file: Path) -> None:
+    page = show(page_file)
+    for text in (
+        "<img src=x onerror=alert(1)></script><b>&amp;",
+        "\U0001f642\u202e\x00\ud83d e\u0301",
+        "",
+        " \n\t ",
+        "word " * 2000,
+    ):
+        page.fill("#sentence", text.encode("utf-8", "surrogatepass").decode("utf-8", "replace"))
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        assert (
+            page.evaluate("() => document.querySelectorAll('.cattn-live img, .cattn-live b:not(output b)').length") == 0
+        )
+        sizes = page.evaluate("() => document.getElementById('view').live.source.sizes")
+        assert 1 <= sizes["T_q"] <= 128
+    assert "The model reads 128 tokens" in page.inner_text("[role=alert]")
+    page.fill("#sentence", "The cat sat on the mat.")
+    rows = []
+    for pads in (0, 5):
+        page.evaluate("(pads) => { document.getElementById('view').live.padding.input.value = pads }", pads)
+        found = page.evaluate(ASK, [{}, 1])
+        tokens = page.evaluate("() => document.getElementById('view').live.source.sizes.T_q")
+        weights = np.array([float(x) for x in found["weights"]], np.float32).reshape(-1, tokens, tokens)
+        rows.append((weights[:, pads:, pads:], np.array(found["output"]).reshape(len(weights), tokens, -1)[:, pads:]))
+    np.testing.assert_array_equal(rows[0][0], rows[1][0])
+    assert (rows[0][1] == rows[1][1]).all()
+
+
+@needs_browser
+def test_numbers_are_read_as_numpy_prints_them(show: Any, page_file: Path) -> None:
+    page = show(page_file)
+    page.get_by_role("button", name="numbers").click()
+    x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    for text in (repr(x), str(x.tolist()), "\n".join(" ".join(map(repr, row)) for row in x.tolist())):
+        page.fill("#numbers-query", text)
+        until(page, "document.getElementById('view').live.source.sizes.T_q === 5")
+        found = page.evaluate(ASK, [{}, 0])
+        compare(found)
+    page.fill("#numbers-query", "1 2\n3")
+    until(page, "document.querySelector('[role=alert]').textContent === 'query: row 1 has 1 numbers, row 0 has 2'")
+    page.fill("#numbers-query", "1 two")
+    until(page, "document.querySelector('[role=alert]').textContent === 'query: “two” is not a number'")
+
+
+@needs_browser
+def test_the_page_runs_the_model_as_numpy_does(show: Any, page_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import small_gpt
+
+    model, pieces = small_gpt.load(ROOT / "docs" / "live_gpt.npz")
+    page = show(page_file)
+    for text in ("The cat sat on the mat. The cat", "naïve “quotes” 🙂 <b>", "x = 3.14\n\tif y: pass"):
+        page.fill("#sentence", text)
+        until(page, f"document.getElementById('view').live.source.text === {json.dumps(text)}")
+        ids = pieces.encode(text)
+        saved: list[Any] = []
+        logits = model(ids, saved=saved)[-1]
+        assert page.evaluate("() => document.getElementById('view').live.source.ids") == ids
+        for layer, (_, _, query, key, value, *_) in enumerate(saved[:-1]):
+            for name, right in (("query", query), ("key", key), ("value", value)):
+                code = f"() => Array.from(document.getElementById('view').live.layers[{layer}].arrays.{name}, String)"
+                numbers = np.array([float(number) for number in page.evaluate(code)], np.float32)
+                np.testing.assert_array_equal(numbers, right.ravel())
+        found = page.evaluate("() => Array.from(document.getElementById('view').live.source.logits, String)")
+        np.testing.assert_array_equal(np.array([float(number) for number in found], np.float32), logits)
