@@ -296,6 +296,8 @@ def test_the_heads_of_the_live_page_look_where_it_says() -> None:
     assert len(words) == 8
     after = LIVE.attention_weights(words * 2).diagonal(-7, -2, -1)[..., 1:].mean(-1)
     assert after[1, 0] > 0.5
+    logits = LIVE(words * 2)
+    assert (logits[8:15].argmax(-1) == words[1:]).mean() > 0.5
 
 
 def test_the_live_page_gets_the_model_that_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
