@@ -35,7 +35,8 @@ dropout and training also need PyTorch: `pip install '.[examples,torch]'`. [Exer
 on one page. Nothing to install: the [live page](../live.md) computes attention in the browser.
 """
 LIVE = """\
-<iframe class="cattn-live" src="../_static/{name}.html" title="All heads of the model" loading="lazy"></iframe>"""
+<iframe class="cattn-live" src="../_static/{name}.html" title="All heads of the model" loading="lazy"></iframe>
+<p>On the <a href="../live.html">live page</a> you change the mask, and the numbers follow.</p>"""
 
 
 def write_pages(*_: Any) -> None:

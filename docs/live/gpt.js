@@ -102,7 +102,7 @@ class GPT {
 
 const SENTENCES = {
   "a story": "The dog was tired because the cat sat on the box. Then the fox went to the house, and it was happy.",
-  "a repetition": "The cat sat on the mat. The dog sat on the rug. The cat sat on the",
+  "a repetition": "The cat sat on the mat. The dog sat on the box. The cat sat on the",
   "random words": "small fox house matrix bird code small fox house matrix bird code small fox house matrix",
 };
 

@@ -202,6 +202,7 @@ def operands(seed: int = 0, heads: int = 4, tokens: int = 6) -> dict[str, np.nda
         {"is_causal": True},
         {"is_causal": True, "window_size": (2, 0), "softcap": 3.0, "alibi_slopes": [0.5, 0.25, 0.125, 0]},
         {"attn_mask": np.tri(6, k=1, dtype=bool), "sinks": [0.5] * 4},
+        {"is_causal": "lower_right"},
     ],
 )
 def test_a_live_view_begins_with_the_weights_of_the_call(
@@ -209,7 +210,7 @@ def test_a_live_view_begins_with_the_weights_of_the_call(
 ) -> None:
     arrays = operands()
     weights = cattn.attention_weights(arrays["query"][None], arrays["key"][None], **options)[0]
-    known = {"is_causal", "attn_mask"} >= options.keys()
+    known = options in ({}, {"is_causal": True})
     view = cattn.view_attention(weights, TOKENS, **arrays, live=True if known else options)
     view.save(tmp_path / "live.html")
     page = show(tmp_path / "live.html")
@@ -218,6 +219,22 @@ def test_a_live_view_begins_with_the_weights_of_the_call(
     np.testing.assert_array_equal(numbers, weights)
     compare(found)
     assert "live" not in cattn.view_attention(weights, TOKENS, **arrays).to_html().split("<script")[1]
+
+
+@needs_browser
+def test_layers_grouped_heads_and_fewer_queries_than_keys(core: bytes, show: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 4, 3, 8), np.float32)
+    key, value = rng.standard_normal((2, 2, 2, 6, 8), np.float32)
+    weights = cattn.attention_weights(query, key, is_causal="lower_right", enable_gqa=True)
+    cattn.view_attention(list(weights), TOKENS, query=query, key=key, value=value, live=True).save(tmp_path / "l.html")
+    page = show(tmp_path / "l.html")
+    for layer in (0, 1):
+        found = page.evaluate(ASK, [{}, layer])
+        numbers = np.array([float(text) for text in found["weights"]], np.float32)
+        np.testing.assert_array_equal(numbers.reshape(weights.shape[1:]), weights[layer])
+        compare(found)
+    compare(page.evaluate(ASK, [{"method": "renormalize", "window": 2, "cells": ["0,1"]}, 1]))
 
 
 def test_a_live_view_needs_what_it_computes_from(core: bytes) -> None:
@@ -232,6 +249,8 @@ def test_a_live_view_needs_what_it_computes_from(core: bytes) -> None:
         cattn.view_attention(cattn.attention_weights(query, key, softcap=0.1), query=query, key=key, live=True)
     with pytest.raises(ValueError, match=r"as many keys before a query as after it, got \(2, 1\)"):
         cattn.view_attention(weights, query=query, key=key, live={"window_size": (2, 1)})
+    with pytest.raises(ValueError, match=r"attn_mask must be of bool and of shape \(6, 6\), .* got float64 of shape"):
+        cattn.view_attention(weights, query=query, key=key, live={"attn_mask": np.zeros((6, 6))})
     with pytest.raises(ValueError, match="one sink for all heads, got 4 different ones"):
         cattn.view_attention(weights, query=query, key=key, live={"sinks": [1, 2, 3, 4]})
     with pytest.raises(TypeError, match="live must be a bool or a mapping of options, got str"):

@@ -25,6 +25,8 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS:
             raise ValueError(f"live has no option {name!r}: it takes {', '.join(OPTIONS)}")
     call: dict[str, Any] = {"query_offset": contents.info["offset"], **given}
+    if isinstance(corner := call.get("is_causal"), str):  # the page counts by an offset
+        call |= {"is_causal": True, "query_offset": seqlen_k - seqlen_q if corner == "lower_right" else 0}
     if not {"is_causal", "attn_mask", "window_size"} & given.keys():
         call |= _mask_of(contents, call["query_offset"])
     options = {
@@ -33,7 +35,11 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
         "offset": int(call["query_offset"]),
     }
     if call.get("attn_mask") is not None:
-        hidden = np.argwhere(~np.broadcast_to(np.asarray(call["attn_mask"], bool), (seqlen_q, seqlen_k)))
+        mask = np.asarray(call["attn_mask"])
+        if mask.dtype != np.bool_ or mask.shape != (seqlen_q, seqlen_k):
+            wanted = f"of bool and of shape {(seqlen_q, seqlen_k)}, one for all heads"
+            raise ValueError(f"live: attn_mask must be {wanted}, got {mask.dtype} of shape {mask.shape}")
+        hidden = np.argwhere(~mask)
         options["cells"] = [f"{q},{k}" for q, k in hidden]
     _check(contents, call)
     return options
@@ -52,8 +58,6 @@ def _mask_of(contents: Weights, offset: int) -> dict[str, Any]:
 def _numbers_of(call: Mapping[str, Any], heads: int) -> dict[str, Any]:
     """Return the options that are numbers, as the page has them."""
     found: dict[str, Any] = {"causal": call.get("is_causal", False) is not False}
-    if call.get("is_causal") == "lower_right" and call["query_offset"] is None:
-        raise ValueError("live needs query_offset as an int with is_causal='lower_right'")
     left, right = (-1 if side is None else int(side) for side in call.get("window_size") or (-1, -1))
     if (left, right) != (-1, -1):
         if left < 0 or (left != right and not (found["causal"] and right in (0, -1))):

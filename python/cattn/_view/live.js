@@ -77,8 +77,13 @@ class StageView extends WeightsView {
 
   showPoint() {
     super.showPoint();
-    if (this.info.column === "key") return;
     const { q, k } = this.at;
+    if (this.info.column === "key") {
+      const dropped = this.live.stage === "dropped" && !this.parts && this.live.rows(this.chosen[0], q).rows[3][k] > 0;
+      const number = this.status.querySelector("b");
+      if (dropped && number.textContent === "hidden") setText(number, "dropped");
+      return;
+    }
     const query = this.quoted(this.queryName(q), q);
     setText(this.keyLane.title, `Output of query ${query}`);
     setText(this.queryLane.title, `Dimension ${k} of all queries`);
