@@ -24,6 +24,14 @@ static struct cattn_tensor in_order(void *data, int64_t n_rows, int64_t n_cols) 
     return tensor;
 }
 
+/* Dropout by PyTorch's generator, which draws nothing if everything is dropped. */
+static void set_dropout(struct cattn_dropout_spec *spec, double p, double seed, struct cattn_torch_random *random) {
+    random->stream = CATTN_TORCH_ATEN;
+    cattn_torch_seed(random, (uint64_t)seed);
+    cattn_set_dropout(spec, p);
+    spec->torch = spec->enabled && spec->keep_probability > 0 ? random : NULL;
+}
+
 /* The sizes of a call, and its numbers; JavaScript writes them as doubles, in this order. */
 struct live_attention {
     double heads, seqlen_q, seqlen_k, head_dim, d_v;
@@ -48,7 +56,7 @@ EXPORT(attention)
 int live_attention(const struct live_attention *call, int stage, float *query, float *key, float *value, uint8_t *mask,
                    float *slopes, float *sinks, float *result) {
     static struct cattn_attention_params p; /* ten KB of strides, on the stack of a page */
-    struct cattn_torch_random random = {.stream = CATTN_TORCH_ATEN};
+    struct cattn_torch_random random;
     uint8_t *kept = NULL;
     cattn_clear_attention(&p);
     p.num_threads = 1;
@@ -68,11 +76,7 @@ int live_attention(const struct live_attention *call, int stage, float *query, f
         p.slopes = (struct cattn_tensor){.data = slopes, .head = 1};
     if (sinks)
         p.sinks = (struct cattn_tensor){.data = sinks, .head = 1};
-    cattn_set_dropout(&p.dropout, call->dropout_p);
-    if (p.dropout.enabled) {
-        cattn_torch_seed(&random, (uint64_t)call->seed);
-        p.dropout.torch = &random;
-    }
+    set_dropout(&p.dropout, call->dropout_p, call->seed, &random);
     cattn_stop_at(&p, (enum cattn_stage)stage);
     if (stage == CATTN_STAGE_OUT) {
         p.d_v = (int64_t)call->d_v;
@@ -115,18 +119,14 @@ int live_renormalized_softmax(int heads, int n_rows, int n_cols, float *scores, 
 
 EXPORT(dropout) int live_dropout(int n, float *x, double p, double seed, float *out) {
     static struct cattn_dropout_params params;
-    struct cattn_torch_random random = {.stream = CATTN_TORCH_ATEN};
+    struct cattn_torch_random random;
     cattn_clear_dropout(&params);
     params.num_threads = 1;
     params.n_rows = 1;
     params.n_cols = n;
     params.x = params.out = (struct cattn_tensor){.data = x, .col = 1};
     params.out.data = out;
-    cattn_set_dropout(&params.dropout, p);
-    if (params.dropout.enabled) {
-        cattn_torch_seed(&random, (uint64_t)seed);
-        params.dropout.torch = &random;
-    }
+    set_dropout(&params.dropout, p, seed, &random);
     return cattn_dropout(&params);
 }
 

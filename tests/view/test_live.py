@@ -27,7 +27,8 @@ ASK = """([options, layer]) => {
     live.update();
     if (live.problem.textContent) throw new Error(live.problem.textContent);
     const attention = live.layers[layer];
-    const found = {program: attention.python(live.stage, 0, 0, live.source.tokens)};
+    const { tokens } = live.source;
+    const found = {program: attention.python(live.stage, 0, 0, tokens), tokens};
     for (const stage of STAGES) found[stage] = Array.from(attention.stage(stage), String);
     return found;
 }""".replace("STAGES", str(STAGES))
@@ -114,6 +115,7 @@ def compare(found: dict[str, Any]) -> None:
     """Run the program of the page, and compare its arrays with the page's numbers."""
     variables: dict[str, Any] = {}
     exec(compile(found["program"], "<program of the page>", "exec"), variables)
+    assert variables.get("tokens") == found["tokens"]
     for stage in STAGES:
         numbers = np.array([float(text) for text in found[stage]], np.float32)
         right = variables[stage]

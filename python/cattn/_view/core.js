@@ -163,57 +163,86 @@ class Attention {
 
   // The program that prints row `q` of a stage of a head; its variables have the names of the stages.
   python(stage, head, q, tokens) {
-    const { heads, T_q, T_k, D, D_v } = this.sizes;
-    const { causal, window, softcap, slopes, sink, dropout, seed, offset, first } = this.options;
-    const number = (x) => (Number.isInteger(x) ? `${x}.0` : String(x));
-    const array = (numbers, ...shape) => {
-      let text = "";
-      const bytes = new Uint8Array(numbers.buffer, numbers.byteOffset, numbers.byteLength);
-      for (const byte of bytes) text += String.fromCharCode(byte);
-      return `array("${btoa(text)}", ${shape.join(", ")})`;
-    };
-    const { query, key, value } = this.arrays;
-    const shape = [];
-    if (softcap) shape.push(`softcap=${number(softcap)}`);
-    if (slopes) shape.push(`alibi_slopes=[${slopes.map(number).join(", ")}]`);
-    const masks = [];
-    if (causal) masks.push("is_causal=True");
-    if (window > 0) masks.push(`window_size=(${window - 1}, ${window - 1})`);
-    const ranges = [...masks];
-    if (first) masks.push(`key_value_seq_starts=${first}`);
-    if (this.mask) masks.push("attn_mask=attn_mask");
-    if (T_q !== T_k) shape.push(`query_offset=${offset}`);
-    const lines = ["import base64", "", "import numpy as np", "", "import cattn", "", "",
+    const { softcap, slopes, offset } = this.options;
+    const { T_q, T_k } = this.sizes;
+    const shape = [`scale=${pythonFloat(this.scale)}`];
+    if (softcap) shape.push(`softcap=${pythonFloat(softcap)}`);
+    if (slopes) shape.push(`alibi_slopes=[${slopes.map(pythonFloat).join(", ")}]`);
+    if (offset || T_q !== T_k) shape.push(`query_offset=${offset}`);
+    return [
+      "import base64", "", "import numpy as np", "", "import cattn", "", "",
       "def array(text, *shape):", '    return np.frombuffer(base64.b64decode(text), "<f4").reshape(shape)', "", "",
-      ...(tokens ? [`tokens = ${JSON.stringify(tokens).replace(/[\u007f-\uffff]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`)}`] : []),
-      `query = ${array(query, 1, heads, T_q, D)}  # batch, heads, tokens, width`, `key = ${array(key, 1, heads, T_k, D)}`,
-      ...(value ? [`value = ${array(value, 1, heads, T_k, D_v)}`] : [])];
-    if (this.mask) {
-      const cells = this.cells.map(([query, key]) => `(${query}, ${key})`).join(", ");
-      lines.push(`attn_mask = np.ones((${T_q}, ${T_k}), bool)`, `attn_mask[tuple(np.transpose([${cells}]))] = False  # hidden pairs of query and key`);
-    }
-    lines.push(`scores = cattn.attention_weights(query, key, scale=1.0, stage="qk")`,
-      `options = dict(${[`scale=${number(this.scale)}`, ...shape].join(", ")})`,
-      `scaled = cattn.attention_weights(query, key, scale=options["scale"], stage="qk")`);
-    if (this.renormalizes) {
-      const seen = [T_q, T_k, ...(causal ? [] : ["is_causal=False"]), `query_offset=${offset}`, ...ranges];
-      lines.push(`visible = cattn.causal_mask(${seen.join(", ")})${this.mask ? " & attn_mask" : ""}`,
-        ...(first ? [`visible[:, :${first}] = False  # padding`] : []),
-        "masked = cattn.attention_weights(query, key, **options)  # not yet",
-        `biased = cattn.attention_weights(query, key, **options, stage="bias")`,
-        `weights = cattn.masked_softmax(biased, visible, method="renormalize")`,
-        dropout ? `dropped = cattn.dropout(weights, ${number(dropout)}, rng=cattn.TorchGenerator(${seed}))` : "dropped = weights");
-      if (value) lines.push("output = np.stack([cattn.functional.linear(w, v.T) for w, v in zip(dropped[0], value[0])])[None]");
-    } else {
-      if (masks.length) lines.push(`options |= dict(${masks.join(", ")})`);
-      lines.push(`masked = cattn.attention_weights(query, key, **options, stage="mask")`);
-      if (sink !== null) lines.push(`options |= dict(sinks=[${Array(heads).fill(number(sink)).join(", ")}])`);
-      const drops = dropout ? `, dropout_p=${number(dropout)}, rng=cattn.TorchGenerator(${seed})` : "";
-      lines.push("weights = cattn.attention_weights(query, key, **options)",
-        `dropped = cattn.attention_weights(query, key, **options${drops}, stage="dropout")`);
-      if (value) lines.push(`output = cattn.scaled_dot_product_attention(query, key, value, **options${drops})`);
-    }
-    lines.push("", `print(${stage}[0, ${head}, ${q}])`, "");
-    return lines.join("\n");
+      ...this.pythonArrays(tokens),
+      `scores = cattn.attention_weights(query, key, scale=1.0, stage="qk")`,
+      `options = dict(${shape.join(", ")})`,
+      `scaled = cattn.attention_weights(query, key, scale=options["scale"], stage="qk")`,
+      ...(this.renormalizes ? this.pythonRenormalized() : this.pythonFilled()),
+      "", `print(${stage}[0, ${head}, ${q}])`, "",
+    ].join("\n");
   }
+
+  pythonArrays(tokens) {
+    const { heads, T_q, T_k, D, D_v } = this.sizes;
+    const { query, key, value } = this.arrays;
+    const array = (numbers, ...shape) => {
+      const bytes = new Uint8Array(numbers.buffer, numbers.byteOffset, numbers.byteLength);
+      return `array("${btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""))}", 1, ${heads}, ${shape.join(", ")})`;
+    };
+    const lines = tokens ? [`tokens = [${tokens.map(pythonText).join(", ")}]`] : [];
+    lines.push(`query = ${array(query, T_q, D)}  # batch, heads, tokens, width`, `key = ${array(key, T_k, D)}`);
+    if (value) lines.push(`value = ${array(value, T_k, D_v)}`);
+    if (this.mask) {
+      const cells = this.cells.map(([q, k]) => `(${q}, ${k})`).join(", ");
+      lines.push(`attn_mask = np.ones((${T_q}, ${T_k}), bool)`,
+        `attn_mask[tuple(np.transpose([${cells}]))] = False  # hidden pairs of query and key`);
+    }
+    return lines;
+  }
+
+  // Arguments that hide keys by position, for attention and for causal_mask.
+  get pythonRanges() {
+    const { causal, window } = this.options;
+    return [...(causal ? ["is_causal=True"] : []), ...(window > 0 ? [`window_size=(${window - 1}, ${window - 1})`] : [])];
+  }
+
+  pythonFilled() {
+    const { sink, dropout, seed, first } = this.options;
+    const masks = [...this.pythonRanges, ...(first ? [`key_value_seq_starts=${first}`] : []), ...(this.mask ? ["attn_mask=attn_mask"] : [])];
+    const drops = dropout ? `, dropout_p=${pythonFloat(dropout)}, rng=cattn.TorchGenerator(${seed})` : "";
+    const sinks = sink === null ? "" : Array(this.sizes.heads).fill(pythonFloat(sink)).join(", ");
+    return [
+      ...(masks.length ? [`options |= dict(${masks.join(", ")})`] : []),
+      `masked = cattn.attention_weights(query, key, **options, stage="mask")`,
+      ...(sinks ? [`options |= dict(sinks=[${sinks}])`] : []),
+      "weights = cattn.attention_weights(query, key, **options)",
+      `dropped = cattn.attention_weights(query, key, **options${drops}, stage="dropout")`,
+      ...(this.arrays.value ? [`output = cattn.scaled_dot_product_attention(query, key, value, **options${drops})`] : []),
+    ];
+  }
+
+  pythonRenormalized() {
+    const { T_q, T_k } = this.sizes;
+    const { causal, dropout, seed, offset, first } = this.options;
+    const seen = [T_q, T_k, ...(causal ? [] : ["is_causal=False"]), `query_offset=${offset}`, ...this.pythonRanges];
+    return [
+      `visible = cattn.causal_mask(${seen.join(", ")})${this.mask ? " & attn_mask" : ""}`,
+      ...(first ? [`visible[:, :${first}] = False  # padding`] : []),
+      "masked = cattn.attention_weights(query, key, **options)  # not yet",
+      `biased = cattn.attention_weights(query, key, **options, stage="bias")`,
+      `weights = cattn.masked_softmax(biased, visible, method="renormalize")`,
+      dropout ? `dropped = cattn.dropout(weights, ${pythonFloat(dropout)}, rng=cattn.TorchGenerator(${seed}))` : "dropped = weights",
+      ...(this.arrays.value
+        ? ["output = np.stack([cattn.functional.linear(w, v.T) for w, v in zip(dropped[0], value[0])])[None]"] : []),
+    ];
+  }
+}
+
+const pythonFloat = (x) => (Number.isInteger(x) ? `${x}.0` : String(x));
+
+// A literal of ASCII: JSON's escapes are Python's but for letters beyond 16 bits.
+function pythonText(text) {
+  return JSON.stringify(text).replace(/[\u007f-\u{10ffff}]/gu, (letter) => {
+    const code = letter.codePointAt(0).toString(16);
+    return code.length > 4 ? `\\U${code.padStart(8, "0")}` : `\\u${code.padStart(4, "0")}`;
+  });
 }
