@@ -333,6 +333,7 @@ def test_padding_changes_no_bit_and_hostile_text_does_no_harm(show: Any, page_fi
 @needs_browser
 def test_numbers_are_read_as_numpy_prints_them(show: Any, page_file: Path) -> None:
     page = show(page_file)
+    page.get_by_role("checkbox", name="ALiBi").click()  # of four heads
     page.get_by_role("button", name="numbers").click()
     x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
     for text in (repr(x), str(x.tolist()), "\n".join(" ".join(map(repr, row)) for row in x.tolist())):

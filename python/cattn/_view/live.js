@@ -126,7 +126,10 @@ class LiveView {
   }
 
   choose(i) {
-    if (this.source) this.options.cells = []; // of the other input
+    if (this.source) { // cells and slopes are of the other input
+      Object.assign(this.options, { cells: [], slopes: null });
+      this.controls.slopes.input.checked = false;
+    }
     this.source = this.sources[i];
     this.tabs.forEach((tab, j) => tab.setAttribute("aria-pressed", String(i === j)));
     this.given.replaceChildren(...(this.source.element ? [this.source.element] : []));
@@ -193,7 +196,8 @@ class LiveView {
 
   // ALiBi's slopes: of the call or of Python's function. For a power of 2 of heads they are 2^(-8/n), its square and so on.
   get slopes() {
-    return this.initial.slopes || this.source.slopes || Array.from({ length: this.source.sizes.heads }, (_, i) => 2 ** ((-8 / this.source.sizes.heads) * (i + 1)));
+    const { heads } = this.source.sizes;
+    return this.initial.slopes || this.source.slopes || Array.from({ length: heads }, (_, i) => 2 ** ((-8 / heads) * (i + 1)));
   }
 
   restore() {
