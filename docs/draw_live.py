@@ -14,18 +14,19 @@ import numpy as np
 from cattn._view._page import LIVE_SCRIPTS, SCRIPTS, core, fill
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "examples"))
 MODEL = HERE / "live_gpt.npz"
-WORD = r" ?[A-Za-z]+| ?[0-9]+| ?[^ \t\n\r\f\vA-Za-z0-9]+|[ \t\n\r\f\v]+"  # of examples/small_gpt.py; a test compares
+
+from small_gpt import WORD, load  # noqa: E402 - in examples/
+
 START = 'showPage(state, await packed("model"), await packed("core"), document.getElementById("view"));'
 
 
 def model() -> tuple[dict[str, Any], bytes]:
     """Return the description of the model and its tokens, and the bytes of its arrays."""
+    gpt, pieces = load(str(MODEL))
     with np.load(MODEL) as file:
         read = dict(file)
-    heads, merges, joined, lengths = (read.pop(name) for name in ("heads", "merges", "pieces", "lengths"))
-    pieces = [joined[end - n : end].tobytes() for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
-    index = {piece: i for i, piece in enumerate(pieces)}
     arrays: dict[str, Any] = {}
     data = b""
 
@@ -37,20 +38,20 @@ def model() -> tuple[dict[str, Any], bytes]:
         data += part + bytes(-len(part) % 4)
         return start
 
-    for name in [name for name in read if not name.endswith(" scale")]:
+    for name in gpt.weights:
         arrays[name] = {"start": place(read[name]), "shape": list(read[name].shape)}
         if f"{name} scale" in read:
             arrays[name]["scales"] = place(read[f"{name} scale"])
     state = {
         "model": {
-            "heads": int(heads),
-            "layers": sum(name.endswith("qkv") for name in arrays),
-            "context": arrays["position"]["shape"][0],
+            "heads": gpt.heads,
+            "layers": gpt.layers,
+            "context": gpt.context,
             "arrays": arrays,
         },
         "tokenizer": {
             "pieces": [list(piece) for piece in pieces],
-            "merges": [[int(a), int(b), index[pieces[a] + pieces[b]]] for a, b in merges],
+            "merges": [[a, b, pieces.index(pieces[a] + pieces[b])] for a, b in pieces.merges],
             "pattern": WORD,
         },
     }

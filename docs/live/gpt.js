@@ -140,10 +140,7 @@ class SentenceSource {
 
   // The tokens that may come next, by the softmax of the logits.
   show(logits) {
-    const top = logits.reduce((a, b) => Math.max(a, b), -Infinity);
-    const terms = Array.from(logits, (x) => Math.exp(x - top));
-    const sum = terms.reduce((a, b) => a + b, 0);
-    const best = terms.map((x, id) => [x / sum, id]).sort((a, b) => b[0] - a[0]).slice(0, 5);
+    const best = softmaxOf(Array.from(logits)).map((p, id) => [p, id]).sort((a, b) => b[0] - a[0]).slice(0, 5);
     this.after.replaceChildren("Next token: ", ...best.map(([p, id]) => make("button", {
       type: "button", title: "append this token", "data-id": id, onclick: () => {
         this.input.value += this.tokenizer.text(id);

@@ -247,7 +247,9 @@ def test_a_live_view_needs_what_it_computes_from(core: bytes) -> None:
         cattn.view_attention(weights, live=True)
     with pytest.raises(ValueError, match="live has no option 'soft_cap': it takes is_causal"):
         cattn.view_attention(weights, query=query, key=key, live={"soft_cap": 3})
-    with pytest.raises(ValueError, match="the weights are not those of query, key, scale"):
+    with pytest.raises(
+        ValueError, match="live: query, key, scale and the mask that the zeros show do not give these weights"
+    ):
         cattn.view_attention(cattn.attention_weights(query, key, softcap=0.1), query=query, key=key, live=True)
     with pytest.raises(ValueError, match=r"as many keys before a query as after it, got \(2, 1\)"):
         cattn.view_attention(weights, query=query, key=key, live={"window_size": (2, 1)})

@@ -221,8 +221,8 @@ def view_attention(
         weights are not numbers, tokens is one str, or weights_of is not callable or given without statistics.
     ValueError
         weights has another number of axes, or no element, or not this entry; or tokens, query_tokens or layers has
-        another length; or live lacks query or key, names an option that the page does not have, or the weights are not
-        those of its options.
+        another length; or live lacks query or key, names an option that the page does not have, or the weights do
+        not come from its options.
     RuntimeError
         live in an installation without the core for browsers: wheels have it.
 

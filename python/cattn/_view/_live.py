@@ -87,6 +87,6 @@ def _check(contents: Weights, call: Mapping[str, Any]) -> None:
             near = np.allclose(np.asarray(layer, np.float64), weights, rtol=0, atol=0.01, equal_nan=True)
         if not near:
             raise ValueError(
-                "live: the weights are not those of query, key, scale and the mask that their zeros show; pass the "
+                "live: query, key, scale and the mask that the zeros show do not give these weights; pass the "
                 f"other options of the call, as live={{'softcap': 30.0}}, of {', '.join(OPTIONS)}"
             )

@@ -232,21 +232,22 @@ class LiveView {
 
   setStage(stage) {
     this.stage = stage;
-    this.renew();
+    this.renew(false);
   }
 
   // ---- numbers ----
 
-  // Computes what is shown, at most once in a frame.
-  renew() {
+  // Shows another stage, or other numbers, which are computed at most once in a frame.
+  renew(computes = true) {
+    this.stale ||= computes;
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = null;
-      this.update();
+      this.update(this.stale);
     });
   }
 
-  update() {
+  update(computes = true) {
     for (const one of [...Object.values(this.controls), this.padding, this.padded]) one.show();
     const pads = this.source.pads ? Number(this.padding.input.value) : 0;
     const options = { ...this.options, first: this.padded.input.checked ? pads : 0 };
@@ -257,8 +258,11 @@ class LiveView {
       setText(button, renormalizes ? "not masked yet" : STAGES[button.dataset.stage]);
     }
     try {
-      const layers = this.source.run(options, pads, this.core);
-      this.layers = layers.map((arrays) => new Attention(this.core, this.source.sizes, arrays, options));
+      if (computes || !this.layers) {
+        const layers = this.source.run(options, pads, this.core);
+        this.layers = layers.map((arrays) => new Attention(this.core, this.source.sizes, arrays, options));
+        this.stale = false; // after an error it is computed again
+      }
       if (!this.source.sizes.D_v && this.stage === "output") this.stage = "dropped";
       this.stages.at(-1).hidden = !this.source.sizes.D_v;
       this.show();
@@ -277,12 +281,7 @@ class LiveView {
     const parts = this.layers.map((layer) => layer.stage(this.stage));
     const numbers = new Float32Array(this.layers.length * heads * T_q * columns);
     parts.forEach((part, i) => numbers.set(part, i * part.length));
-    let [low, high] = [0, 0];
-    for (const x of numbers) {
-      if (!Number.isFinite(x)) continue;
-      if (x < low) low = x;
-      if (x > high) high = x;
-    }
+    const { low, high } = new Grid({ q1: 1, k1: numbers.length, data: numbers }).range();
     const tokens = this.source.tokens;
     const output = this.stage === "output";
     const shared = !output && T_q === T_k;
