@@ -119,10 +119,6 @@ int64_t cattn_now_ns(void);
 
 /* ---- processors ---- */
 
-/* Asks the system to save tiles (AMX) for all threads of this process, those to come included. False: it refuses, or
- * is none that is asked here. */
-bool cattn_os_permit_tiles(void);
-
 /* How many processors this process may use at a time, at least 1: those that it may run on, or fewer where its control
  * groups grant less time. */
 int cattn_usable_cpus(void);
@@ -132,6 +128,10 @@ struct cattn_cpus {
     uint64_t words[16];
 };
 
+#ifdef __linux__
+
+/* Asks the system to save tiles (AMX) for all threads of this process, those to come included. False: it refuses. */
+bool cattn_os_permit_tiles(void);
 /* The processor that the calling thread runs on; -1: unknown. */
 int cattn_current_cpu(void);
 /* Returns the number of processors that the calling thread may use, and the set of them without `except` (or -1). 0:
@@ -139,5 +139,17 @@ int cattn_current_cpu(void);
 int cattn_thread_cpus(struct cattn_cpus *cpus, int except);
 /* The thread may run on these only. A hint to the scheduler: errors are ignored. */
 void cattn_thread_place(cattn_thread thread, const struct cattn_cpus *cpus);
+
+#else /* other systems are not asked for tiles, and nobody has measured that placing threads helps there */
+
+static inline bool cattn_os_permit_tiles(void) { return false; }
+static inline int cattn_current_cpu(void) { return -1; }
+static inline int cattn_thread_cpus(struct cattn_cpus *cpus, int except) {
+    (void)cpus, (void)except;
+    return 0;
+}
+static inline void cattn_thread_place(cattn_thread thread, const struct cattn_cpus *cpus) { (void)thread, (void)cpus; }
+
+#endif
 
 #endif

@@ -122,21 +122,10 @@ void cattn_sleep_ns(int64_t nanoseconds) {
 
 #ifndef __linux__
 
-bool cattn_os_permit_tiles(void) { return false; }
-
 int cattn_usable_cpus(void) {
     const long online = sysconf(_SC_NPROCESSORS_ONLN);
     return online > 0 && online < INT_MAX ? (int)online : 1;
 }
-
-int cattn_current_cpu(void) { return -1; }
-
-int cattn_thread_cpus(struct cattn_cpus *cpus, int except) {
-    (void)cpus, (void)except;
-    return 0;
-}
-
-void cattn_thread_place(cattn_thread thread, const struct cattn_cpus *cpus) { (void)thread, (void)cpus; }
 
 #endif
 

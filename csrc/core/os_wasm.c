@@ -80,15 +80,6 @@ int64_t cattn_now_ns(void) { return 0; }
 
 /* ---- processors ---- */
 
-bool cattn_os_permit_tiles(void) { return false; }
 int cattn_usable_cpus(void) { return 1; }
-int cattn_current_cpu(void) { return -1; }
-
-int cattn_thread_cpus(struct cattn_cpus *cpus, int except) {
-    (void)cpus, (void)except;
-    return 0;
-}
-
-void cattn_thread_place(cattn_thread thread, const struct cattn_cpus *cpus) { (void)thread, (void)cpus; }
 
 #endif

@@ -152,8 +152,6 @@ void cattn_sleep_ns(int64_t nanoseconds) { Sleep((DWORD)(nanoseconds / MILLISECO
 
 /* Processors are in groups of at most 64, and an affinity mask concerns the one group of the process. A process whose
  * threads may run in several groups has no mask. */
-bool cattn_os_permit_tiles(void) { return false; }
-
 int cattn_usable_cpus(void) {
     USHORT groups[64], n_groups = sizeof groups / sizeof *groups;
     DWORD_PTR mask, all;
@@ -166,15 +164,5 @@ int cattn_usable_cpus(void) {
         count += GetActiveProcessorCount(groups[i]);
     return count > 0 ? (int)count : 1;
 }
-
-/* Threads are not placed: nobody has measured that it helps here. */
-int cattn_current_cpu(void) { return -1; }
-
-int cattn_thread_cpus(struct cattn_cpus *cpus, int except) {
-    (void)cpus, (void)except;
-    return 0;
-}
-
-void cattn_thread_place(cattn_thread thread, const struct cattn_cpus *cpus) { (void)thread, (void)cpus; }
 
 #endif
