@@ -167,6 +167,8 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("layer_norm_backward", cattn_py_layer_norm_backward),
     CATTN_FASTCALL("linear_attention_backward", cattn_py_linear_attention_backward),
     CATTN_FASTCALL("_store", cattn_py_store),
+    CATTN_FASTCALL("_tensor_of_array", cattn_py_tensor_of_array),
+    {"_array_of_tensor", cattn_py_array_of_tensor, METH_O, NULL},
     {"_are_scales", cattn_py_are_scales, METH_O, NULL},
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},
     {"_shown", cattn_py_shown, METH_O, NULL},

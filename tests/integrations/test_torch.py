@@ -1,6 +1,9 @@
 """cattn beside PyTorch: values, errors in float32, dropout, tensors without a copy, and the chapter's modules."""
 
 import functools
+import gc
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +17,7 @@ from support import INF, in_contract, table
 torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from cattn.integrations.torch import nn  # noqa: E402
+from cattn.integrations.torch import _tensors, nn  # noqa: E402
 
 Normal = Callable[..., np.ndarray]
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -274,6 +277,72 @@ def test_out_may_be_the_memory_of_a_tensor(dtype: type, normal: Normal) -> None:
     memory = tensor.numpy()
     assert cattn.causal_attention(q, q, q, out=memory) is memory
     assert (tensor.numpy() == cattn.causal_attention(q, q, q)).all()
+
+
+def test_tensors_and_arrays_share_memory() -> None:
+    x = torch.randn(1, 2, 8, 4)
+    assert _tensors.as_array(x).ctypes.data == x.data_ptr()
+    array = np.ones((3, 4), np.float32)
+    assert _tensors.as_tensor(array, torch.float32).data_ptr() == array.ctypes.data
+    half = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert _tensors.as_array(half).ctypes.data == half.data_ptr()
+
+
+needs_dlpack = pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="an older PyTorch")
+
+
+@needs_dlpack
+def test_tensors_are_read_by_dlpack() -> None:
+    """The short way finds what PyTorch's own way to NumPy does, and leaves to it what is no plain memory."""
+    read = _cattn._array_of_tensor
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    views = (x, x.mT, x[1:, ::2], x[0, 0, 0], x[:1].expand(3, 3, 4), torch.nn.Parameter(x), torch.ones((1,) * 20))
+    for tensor in (*views, x > 3, x.half(), x.double(), x.long(), x.int(), x.char(), x.byte()):
+        own, found = tensor.numpy(force=True), read(tensor)
+        assert (found.dtype, found.shape, found.strides) == (own.dtype, own.shape, own.strides)
+        assert found.ctypes.data == own.ctypes.data
+        assert found.flags == own.flags
+    cattn.softmax(_tensors.as_array(x.bfloat16()))  # the dtype is known from the first such array on
+    assert np.array_equal(read(x.bfloat16()).astype(np.float32), x.numpy())
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    others = x[:0], x.to_sparse(), x.to("meta"), x.cfloat(), x.to(torch.float8_e4m3fn), freed, np.ones(3), None
+    assert all(read(other) is None for other in others)
+    seen: list[bool] = []
+    torch.vmap(lambda row: (seen.append(read(row) is None), row)[1])(x)
+    torch.func.grad(lambda x: (seen.append(read(x) is None), x.sum())[1])(x)
+    assert seen == [True, True]
+
+
+@needs_dlpack
+def test_arrays_become_tensors_by_dlpack() -> None:
+    write = _cattn._tensor_of_array
+    x = np.arange(24.0).reshape(2, 3, 4)
+    for array in (x, x.swapaxes(0, 2), x[1:, ::2], x[0, :1, :1], x.astype("f"), x.astype("e"), x > 3, x.astype("i8")):
+        own, found = torch.from_numpy(array), write(array, torch.Tensor)
+        assert (found.dtype, found.shape, found.stride()) == (own.dtype, own.shape, own.stride())
+        assert found.data_ptr() == own.data_ptr()
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    for array in (x[::-1], x[:0], fixed, x.astype(">f8"), x.astype("c16"), [1.0]):
+        assert write(array, torch.Tensor) is None
+    assert write(x, np.ndarray) is None
+
+
+def test_tensors_and_arrays_keep_the_memory_that_they_share() -> None:
+    array = np.ones(1000)
+    before = sys.getrefcount(array)
+    tensor = _tensors.as_tensor(array)
+    kept = sys.getrefcount(array)
+    worker = threading.Thread(target=lambda last: None, args=(tensor,))
+    del tensor  # the last reference ends in another thread
+    worker.start()
+    worker.join()
+    del worker
+    assert (kept, sys.getrefcount(array)) == (before + 1, before)
+    shared = _tensors.as_array(torch.full((1000,), 3.0))
+    gc.collect()
+    assert (shared == 3).all()
 
 
 def test_tensors_that_require_grad_are_refused() -> None:

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
-from cattn.integrations.torch import _tensors  # noqa: E402
 from support import as_tuple, paired  # noqa: E402
 
 attention = bridge.scaled_dot_product_attention
@@ -94,15 +93,6 @@ def test_other_dtypes_agree_with_pytorch_in_float64(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), right, rtol=2 * eps, atol=2 * eps)
     for a, b in zip(grads, torch.autograd.grad(right.sum(), wide), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=8 * eps, atol=8 * eps)
-
-
-def test_tensors_and_arrays_share_memory() -> None:
-    x = torch.randn(1, 2, 8, 4)
-    assert _tensors.as_array(x).ctypes.data == x.data_ptr()
-    array = np.ones((3, 4), np.float32)
-    assert _tensors.as_tensor(array, torch.float32).data_ptr() == array.ctypes.data
-    half = torch.randn(3, 4, dtype=torch.bfloat16)
-    assert _tensors.as_array(half).ctypes.data == half.data_ptr()
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ def _parts(size: int) -> Iterator[tuple[int, int]]:
 def _by_full_vectors(function: Callable[..., Tensor], tensors: list[Tensor], shape: torch.Size) -> Tensor:
     """Return function(*tensors) of tensors that broadcast to shape, computed of contiguous parts of full vectors."""
     size = math.prod(shape)
-    if size % LANES == 0 and size <= PART and all(x.shape == shape and x.is_contiguous() for x in tensors):
+    is_whole = size % (PART * torch.get_num_threads()) == 0 or (size % LANES == 0 and size <= PART)
+    if is_whole and all(x.shape == shape and x.is_contiguous() for x in tensors):
         return function(*tensors)
     flat = [x.expand(shape).contiguous().reshape(-1) for x in tensors]
     found: Tensor | None = None

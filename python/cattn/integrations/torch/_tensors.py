@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ... import _cattn
 from ..._input.arrays import load_ml_dtype
 from ..._input.objects import Quantized, no_scale_error, scale_error, split_scale
 
@@ -51,6 +52,10 @@ def run_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
     """Return the tensor's memory as an array; a tensor whose memory does not hold its numbers is copied."""
+    if type(tensor) in PLAIN and not tensor.is_neg() and not tensor._is_zerotensor():
+        found = _cattn._array_of_tensor(tensor)
+        if found is not None:
+            return found
     try:
         array: NDArray[Any] = tensor.numpy(force=True)  # also detached
     except TypeError:  # a dtype that NumPy does not have
@@ -65,6 +70,9 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
     """Return the array's memory as a tensor; an array of bfloat16 needs the dtype, because PyTorch does not know it."""
+    found: Tensor | None = _cattn._tensor_of_array(array, Tensor)
+    if found is not None:
+        return found
     if dtype is torch.bfloat16:
         array = array.view(np.int16)
     tensor = torch.from_numpy(array)
