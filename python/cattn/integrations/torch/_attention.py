@@ -201,7 +201,9 @@ def _have_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype is key.dtype is value.dtype and query.dtype in DTYPES
 
 
-def attend_at_once(tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
+def attend_at_once(
+    tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool, compute_dtype: str | None
+) -> Tensor | None:
     """Return attention without gradients of tensors that cattn may read at once, or None where it may not.
 
     The tensors are query, key, value and the mask.
@@ -223,6 +225,8 @@ def attend_at_once(tensors: Any, is_causal: bool, scale: float | None, enable_gq
         options["is_causal"] = "upper_left"
     if scale is not None:
         options["scale"] = scale
+    if compute_dtype is not None:
+        options["compute_dtype"] = compute_dtype
     found: Tensor
     if attn_mask is None and not tokens_first(query):  # the shortest way, for most calls
         array = recorded("cattn::attention", _of_arrays, as_array(query), as_array(key), as_array(value), **options)

@@ -80,8 +80,10 @@ def _kernel_of_elements(theirs: Any, at: list[int], in_place: bool, functional: 
         if any(not isinstance(arguments[i], Tensor) for i in at):  # PyTorch's kernel takes tensors only
             arguments = tuple(tensors[at.index(i)] if i in at else x for i, x in enumerate(arguments))
         outs = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        shape = tensors[0].shape
         try:
-            shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+            if any(x.shape != shape for x in tensors):
+                shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
         except RuntimeError:  # PyTorch's own error
             return theirs.call_boxed(keyset, *arguments, **options)
         if math.prod(shape) == 0 or not all(x.layout is torch.strided for x in (*tensors, *outs.values())):

@@ -422,9 +422,9 @@ def _attend(
     """
     tensors: Any = (query, key, value, attn_mask)
     compute_dtype = _swap.compute_dtype if query.dtype is torch.bfloat16 else None
-    if not dropout_p and compute_dtype is None:
+    if not dropout_p:
         try:
-            found = attend_at_once(tensors, is_causal, scale, enable_gqa)
+            found = attend_at_once(tensors, is_causal, scale, enable_gqa, compute_dtype)
         except (TypeError, ValueError):  # the call below raises it again
             found = None
         if found is not None:
