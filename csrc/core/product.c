@@ -15,9 +15,11 @@
 #define BY_SLABS ((cattn_size)64 << 20)
 /* Tasks for each thread, so that no thread waits long for the last one. */
 #define TASKS_PER_THREAD 4
-/* Rows of A of a task: at least, and at most, because their sums are read and written for each slab. */
+/* Rows of A of a task: at least, and at most, because their sums are read and written for each slab. If they are packed
+ * and their sums rest in the result, so many bytes of a slab, whose memory is kept between calls. */
 #define LEAST_ROWS 96
 #define MOST_ROWS 576
+#define MOST_PACKED (576 * CATTN_SLAB_TERMS * (int64_t)sizeof(double))
 /* Rows of B of a task at most, if rows of A are packed for them and the sums rest in the result. */
 #define MOST_LANES (8 * CATTN_PRODUCT_MANY_LANES)
 /* In tiles: the most rows of A, the most rows of B, and the most whose sums are kept until all columns are added. */
@@ -228,6 +230,17 @@ static int64_t rows_of_b(const struct product_job *job, int64_t wanted) {
     return cattn_round_up(cattn_ceil_div(p->n_b, cattn_ceil_div(p->n_b, most)), CATTN_PAD);
 }
 
+/* The most rows of A of a task. */
+static int64_t most_rows(const struct product_job *job) {
+    if (job->few)
+        return INT64_MAX - LEAST_ROWS;
+    if (job->p.bf16_products == CATTN_BF16_TILES)
+        return rows_in_tiles(job->p.depth);
+    if (!job->packs_a || !job->sums_in_place)
+        return MOST_ROWS;
+    return MOST_PACKED / (CATTN_SLAB_TERMS * (int64_t)cattn_element_size(job->p.dtype));
+}
+
 /* Cuts both operands into blocks. */
 static void cut(struct product_job *job) {
     const struct cattn_product_params *p = &job->p;
@@ -239,11 +252,9 @@ static void cut(struct product_job *job) {
     job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
     job->by_slabs = job->few && (cattn_size)p->n_b * row_bytes > BY_SLABS;
     const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : LEAST_ROWS;
-    const int64_t most = job->few                               ? INT64_MAX - LEAST_ROWS
-                         : p->bf16_products == CATTN_BF16_TILES ? rows_in_tiles(p->depth)
-                                                                : MOST_ROWS;
+    const int64_t most = most_rows(job);
     int64_t each = cattn_ceil_div(p->n_a, cattn_ceil_div(wanted, job->b_blocks * p->n_batch));
-    if (p->bf16_products == CATTN_BF16_TILES && each > most) /* even blocks */
+    if (each > most) /* even blocks */
         each = cattn_ceil_div(each, cattn_ceil_div(each, most));
     job->a_rows = cattn_round_up(cattn_min(most, each < least ? least : each), LEAST_ROWS);
     job->a_blocks = cattn_ceil_div(p->n_a, job->a_rows);

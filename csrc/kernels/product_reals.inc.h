@@ -76,17 +76,20 @@ static void pack_lanes(const struct plain_matrix *m, int64_t r, int n_rows, int6
     }
 }
 
-/* The same for all panels, if rows lie side by side: memory is read in its order. */
+/* The same for all panels, if rows lie side by side: each panel is written in its order, and the columns that come two
+ * terms later in a chain are fetched. */
 static void pack_columns(const struct plain_matrix *m, int64_t n_rows, int widest, int64_t n, real *slab) {
-    for (int64_t d = 0; d < n; d++) {
-        const real *from = m->first + d * m->col;
-        const int64_t term = packed_term(d, n);
-        PACKED_LANES(r, n_rows, widest, first, row) {
-            const int64_t left = n_rows - r;
-            vf_storeu(slab + first * n + term * row + r - first,
-                      left >= LANES ? vf_loadu(from + r) : vf_loadu_n(from + r, (int)left));
+    int64_t term = 0;
+    for (int c = 0; c < CHAINS; c++)
+        for (int64_t d = c; d < n; d += CHAINS, term++) {
+            const real *from = m->first + d * m->col;
+            PACKED_LANES(r, n_rows, widest, first, row) {
+                const int64_t left = n_rows - r;
+                prefetch_far((uintptr_t)(from + r), 2 * CHAINS * m->col, sizeof(real));
+                vf_storeu(slab + first * n + term * row + r - first,
+                          left >= LANES ? vf_loadu(from + r) : vf_loadu_n(from + r, (int)left));
+            }
         }
-    }
 }
 
 /* Packs the n terms from term d on of n_rows rows from `first` on: panels of up to `widest` vectors, and lanes of zeros
