@@ -712,8 +712,17 @@ def linear_backward(
             grad_x = grad_x.reshape(*grad.shape[:-1], matrix.shape[1])
         if given is not None:
             grad_weight = _in_dtype(_cattn._product(rows.T, _as_rows(given).T, compute_dtype, True), dtype)
-        grad_bias = _in_dtype(_cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T, None, True)[0], dtype)
+        grad_bias = _sum_of_rows(rows)
     return grad_x, grad_weight, grad_bias
+
+
+def _sum_of_rows(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the sums of the columns in their dtype; float64 copies of some columns at a time stay in the caches."""
+    ones, width = np.broadcast_to(_ONE, (1, len(rows))), max(64, 2**17 // max(1, len(rows)))
+    sums = np.empty(rows.shape[1], rows.dtype)
+    for i in range(0, len(sums), width):
+        sums[i : i + width] = _in_dtype(_cattn._product(ones, rows[:, i : i + width].T, None, True)[0], rows.dtype)
+    return sums
 
 
 def _in_dtype(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
