@@ -83,6 +83,9 @@ HARDENING = ["-fcf-protection"] if ELF else []
 EXACT = ["-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-fno-associative-math"]
 EXACT += ["-fno-reciprocal-math", "-fsigned-zeros", "-fno-single-precision-constant", "-fexcess-precision=fast"]
 EXACT += ["-mfpmath=sse", "-fno-approx-func", "-fdenormal-fp-math=ieee", "-fdenormal-fp-math-f32=ieee"]
+# In the place of -O3: GCC compiles the kernels in half of the time, into two thirds of the size, and they are as quick.
+# Other compilers do not know all of these.
+OPTIMIZED = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-funswitch-loops", "-fpeel-loops"]
 # The linker is called without -Ofast, -ffast-math and the like if these come last. They would add a start-up file that
 # switches off subnormal numbers in the whole process.
 EXACT_LINK = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-mno-daz-ftz"]
@@ -304,6 +307,8 @@ class BuildTables(build_ext):
             target = f"--target={MSVC_TARGETS.get(self.plat_name, self.plat_name)}"
             return [*CLANG_CL, target, *["/WX"] * bool(switch("WERROR"))]
         flags = compile_flags([flag for flag in EXACT if self.accepts([flag])])
+        if "-O3" in flags and self.accepts(OPTIMIZED):
+            flags[flags.index("-O3") : flags.index("-O3") + 1] = OPTIMIZED
         return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
 
     def link_flags(self) -> list[str]:

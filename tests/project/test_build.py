@@ -125,7 +125,7 @@ def test_wheels_have_no_table_for_tests(setup: dict[str, Any]) -> None:
 
 
 def test_a_build_is_for_this_machine(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the table that is in use here at -O3, and the tables that wait for another machine at -O1."""
+    """The table that is in use here is optimised; those that wait for another machine have -O1."""
     build = unix(setup, monkeypatch)
     preferred = build.preferred_tables()
     in_use = _cattn._get_isa()
