@@ -485,7 +485,7 @@ enum cattn_status cattn_linear_attention_backward(const struct cattn_linear_atte
 struct cattn_explanation {
     enum cattn_path path;
     int64_t n_tasks;         /* handed to threads */
-    int64_t block_rows;      /* most rows of a task */
+    int64_t task_rows;       /* most rows of a task */
     int64_t n_visited;       /* pairs of a block of rows and a key block that are computed */
     int64_t n_skipped;       /* pairs that are not: ranges and block mask hide the key block from all rows */
     int64_t n_keys;          /* pairs of a row and a key that these leave visible */

@@ -382,7 +382,7 @@ static PyObject *build_explanation(struct cattn_call *call, const struct cattn_e
     PyObject *fields = Py_BuildValue(
         "{s:N,s:s,s:s,s:L,s:L,s:L,s:L,s:L,s:n,s:i}", "outputs", describe_outputs(call), "path", paths[plan->path],
         "instruction_set", cattn_isa_info(cattn_isa_current()).name, "tasks", (long long)plan->n_tasks, "rows_per_task",
-        (long long)plan->block_rows, "key_blocks_visited", (long long)plan->n_visited, "key_blocks_skipped",
+        (long long)plan->task_rows, "key_blocks_visited", (long long)plan->n_visited, "key_blocks_skipped",
         (long long)plan->n_skipped, "visible_pairs", (long long)plan->n_keys, "scratch_bytes_per_thread",
         (Py_ssize_t)plan->scratch_size, "threads", params->num_threads);
     if (depth != NULL && fields != NULL)

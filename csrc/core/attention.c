@@ -36,12 +36,10 @@ static void make_weights_small(struct cattn_rows *rows) {
     rows->call.has_lse = rows->call.has_weights = false;
 }
 
-/* The scratch and the rows of one block, with packed queries. */
-static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, void *memory) {
+/* Fills the rows of one block, with packed queries; their scratch must be set. */
+static void fill_rows(const struct forward_job *job, int64_t block, struct cattn_rows *rows) {
     const struct cattn_attention_params *p = job->params;
-    const struct cattn_plan *plan = &job->plan;
-    struct cattn_rows *rows = cattn_plan_lay_out(plan, p, job->kernels, memory);
-    const struct cattn_row_block at = cattn_plan_block(plan, block);
+    const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
     cattn_batch_fill(p, at.batch, &batch);
     rows->call = job->call;
@@ -56,35 +54,18 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
         n = (int)cattn_min(p->seqlen_q - i, rows->n_rows - r);
         cattn_rows_of_head(rows, p, &batch, r, n, head, i);
     }
-    if (plan->path == CATTN_PATH_TILE)
+    if (job->plan.path == CATTN_PATH_TILE)
         job->kernels->pack_query_tile(rows);
     else
         job->kernels->pack_query_rows(rows);
-    return rows;
 }
 
-/* Runs the block kernels over the part of `keys` that lies in one chunk. Returns false if the call was stopped. worker
- * is NULL on the tiny path. */
-static bool run_chunk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
-                      struct cattn_worker *worker) {
-    const int64_t begin = chunk * CATTN_CHUNK_KEYS, end = cattn_min(begin + CATTN_CHUNK_KEYS, keys.hi);
-    /* blocks are counted from the first valid key, even if the first visible one is inside a block: the bit contract
-     * fixes the sums */
-    const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
-    job->kernels->chunk_begin(rows);
-    for (int64_t k0 = cattn_rows_next_block(rows, first, end); k0 < end;
-         k0 = cattn_rows_next_block(rows, k0 + CATTN_BLOCK_KEYS, end)) {
-        const int64_t k1 = cattn_block_end(k0, rows->n_keys);
-        if (worker && cattn_should_stop(worker))
-            return false;
-        if (job->plan.path == CATTN_PATH_TILE)
-            job->kernels->tile_block(rows, k0, k1);
-        else
-            job->kernels->rows_block(rows, k0, k1);
-    }
-    if (job->plan.path == CATTN_PATH_TILE && job->kernels->chunk_end)
-        job->kernels->chunk_end(rows);
-    return true;
+/* The scratch and the rows of one block. */
+static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, void *memory) {
+    struct cattn_rows *blocks[CATTN_MOST_BLOCKS];
+    cattn_plan_lay_out(&job->plan, job->params, job->kernels, memory, blocks);
+    fill_rows(job, block, blocks[0]);
+    return blocks[0];
 }
 
 static void swap(void **a, void **b) {
@@ -104,33 +85,86 @@ static void merge_chunk(const struct forward_job *job, struct cattn_rows *rows, 
     swap(&rows->scratch.acc, &rows->scratch.total_acc);
 }
 
-/* One block of rows from its packed queries to the output. */
-static void run_chunks(const struct forward_job *job, struct cattn_rows *rows, struct cattn_worker *worker) {
-    const struct cattn_range keys = cattn_rows_keys(rows);
-    /* chunks that no row sees are left out: a merge with one changes nothing */
-    int64_t next = cattn_rows_next_block(rows, keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS, keys.hi);
-    bool first = true;
-    do { /* also without keys: `finish` needs an initialised state */
-        const int64_t chunk = next / CATTN_CHUNK_KEYS;
-        if (!run_chunk(job, rows, keys, chunk, worker))
-            return;
-        merge_chunk(job, rows, first);
-        first = false;
-        next = cattn_rows_next_block(rows, (chunk + 1) * CATTN_CHUNK_KEYS, keys.hi);
-    } while (next < keys.hi);
-    job->kernels->finish(rows);
+/* A block of rows on its way through the keys. */
+struct walk {
+    struct cattn_rows *rows;
+    int64_t next, end; /* the next key block, INT64_MAX after the last one, and the end of the keys */
+    bool has_total;
+};
+
+static void end_chunk(const struct forward_job *job, struct walk *walk) {
+    if (job->plan.path == CATTN_PATH_TILE && job->kernels->chunk_end)
+        job->kernels->chunk_end(walk->rows);
+    merge_chunk(job, walk->rows, !walk->has_total);
+    walk->has_total = true;
 }
 
-/* One block of rows from packing to output. */
-static void run_rows(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
-    struct cattn_rows *rows = set_up(job, block, memory);
-    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows, worker))
+/* Also without keys there is an empty chunk: `finish` needs an initialised state. Blocks are counted from the first
+ * valid key, even if the first visible one is inside a block: the bit contract fixes the sums. */
+static struct walk begin_walk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys) {
+    const int64_t first = cattn_rows_next_block(rows, keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS, keys.hi);
+    struct walk walk = {rows, first < keys.hi ? first : INT64_MAX, keys.hi, false};
+    job->kernels->chunk_begin(rows);
+    if (first >= keys.hi)
+        end_chunk(job, &walk);
+    return walk;
+}
+
+/* Runs the block kernel at the next key block. Chunks that the rows do not see are left out: a merge with one changes
+ * nothing. */
+static void step(const struct forward_job *job, struct walk *walk) {
+    struct cattn_rows *rows = walk->rows;
+    const int64_t k0 = walk->next, k1 = cattn_block_end(k0, rows->n_keys);
+    if (job->plan.path == CATTN_PATH_TILE)
+        job->kernels->tile_block(rows, k0, k1);
+    else
+        job->kernels->rows_block(rows, k0, k1);
+    const int64_t next = cattn_rows_next_block(rows, k0 + CATTN_BLOCK_KEYS, walk->end);
+    const bool goes_on = next < walk->end;
+    walk->next = goes_on ? next : INT64_MAX;
+    if (goes_on && next / CATTN_CHUNK_KEYS == k0 / CATTN_CHUNK_KEYS)
         return;
-    run_chunks(job, rows, worker);
-    if (rows->overflowed) {
-        make_weights_small(rows);
-        run_chunks(job, rows, worker);
+    end_chunk(job, walk);
+    if (goes_on)
+        job->kernels->chunk_begin(rows);
+}
+
+/* Leads blocks of rows through their keys, together: a key block comes from memory once for all of them. Returns false
+ * if the call was stopped. worker is NULL on the tiny path. */
+static bool walk_keys(const struct forward_job *job, struct walk *walks, int n, struct cattn_worker *worker) {
+    for (;;) {
+        struct cattn_rows *rows = NULL; /* of a block that is at the first key block */
+        int64_t k0 = INT64_MAX;
+        int n_here = 0;
+        for (int i = 0; i < n; i++) {
+            n_here = walks[i].next < k0 ? 1 : n_here + (walks[i].next == k0);
+            rows = walks[i].next < k0 ? walks[i].rows : rows;
+            k0 = cattn_min(k0, walks[i].next);
+        }
+        if (k0 == INT64_MAX)
+            return true;
+        if (worker && cattn_should_stop(worker))
+            return false;
+        const bool packs = job->kernels->pack_block && n_here >= CATTN_LEAST_BLOCKS;
+        if (packs)
+            job->kernels->pack_block(rows, k0, cattn_block_end(k0, rows->n_keys));
+        for (int i = 0; i < n; i++)
+            if (walks[i].next == k0) {
+                walks[i].rows->call.packed_block = packs;
+                step(job, &walks[i]);
+            }
     }
+}
+
+/* Blocks of rows from their packed queries to the output. */
+static void run_rows(const struct forward_job *job, struct cattn_rows *const *blocks, int n,
+                     struct cattn_worker *worker) {
+    struct walk walks[CATTN_MOST_BLOCKS];
+    for (int i = 0; i < n; i++)
+        walks[i] = begin_walk(job, blocks[i], cattn_rows_keys(blocks[i]));
+    if (walk_keys(job, walks, n, worker))
+        for (int i = 0; i < n; i++)
+            job->kernels->finish(blocks[i]);
 }
 
 /* Whether the block starts past the end of its packed sequence: all sequences are cut as if they had the longest one's
@@ -144,22 +178,44 @@ static bool is_past_end(const struct forward_job *job, int64_t block) {
     return at.first_row >= batch.batch_range.n_queries;
 }
 
+/* Some blocks of one unit from packing to output. */
+static void run_task(const struct forward_job *job, int64_t first, int n_blocks, void *memory,
+                     struct cattn_worker *worker) {
+    struct cattn_rows *blocks[CATTN_MOST_BLOCKS];
+    int n = 0;
+    cattn_plan_lay_out(&job->plan, job->params, job->kernels, memory, blocks);
+    for (int64_t block = first; block < first + n_blocks; block++)
+        if (!is_past_end(job, block))
+            fill_rows(job, block, blocks[n++]);
+    if (n > 0 && job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, first, blocks[0], worker))
+        return;
+    run_rows(job, blocks, n, worker);
+    for (int i = 0; i < n; i++)
+        if (blocks[i]->overflowed) {
+            make_weights_small(blocks[i]);
+            run_rows(job, &blocks[i], 1, worker);
+        }
+}
+
 static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct forward_job *job = context;
-    if (is_past_end(job, task))
-        return;
-    if (job->plan.path == CATTN_PATH_TILE && job->kernels->tiles_begin)
+    const bool tiles = job->plan.path == CATTN_PATH_TILE && job->kernels->tiles_begin;
+    int n_blocks;
+    const int64_t first = cattn_plan_first_block(&job->plan, task, &n_blocks);
+    if (tiles)
         job->kernels->tiles_begin();
-    run_rows(job, task, cattn_worker_scratch(worker), worker);
-    if (job->plan.path == CATTN_PATH_TILE && job->kernels->tiles_end)
+    run_task(job, first, n_blocks, cattn_worker_scratch(worker), worker);
+    if (tiles)
         job->kernels->tiles_end();
 }
 
 /* ---- split path: tasks are pairs (block of rows, key chunk), whose results are merged in order between waves ---- */
 
-/* Copies the running state of a chunk to its place in the wave, or back. */
+/* Copies the total of one chunk to its place in the wave, or back to the running state. */
 static void copy_partial(const struct forward_job *job, int64_t index, const struct cattn_rows *rows, bool back) {
-    void *const arrays[] = {rows->scratch.row_max, rows->scratch.row_sum, rows->scratch.acc};
+    const struct cattn_row_scratch *s = &rows->scratch;
+    void *const arrays[] = {back ? s->row_max : s->total_max, back ? s->row_sum : s->total_sum,
+                            back ? s->acc : s->total_acc};
     char *place = job->partials + (cattn_size)index * job->partial_size;
     const size_t sizes[] = {(size_t)job->stats_size, (size_t)job->stats_size, (size_t)job->acc_size};
     for (int i = 0; i < 3; place += sizes[i++])
@@ -170,7 +226,11 @@ static void split_task(void *context, int64_t index, struct cattn_worker *worker
     const struct forward_job *job = context;
     const int64_t task = job->first_task + index;
     struct cattn_rows *rows = set_up(job, task / job->plan.n_chunks, cattn_worker_scratch(worker));
-    if (run_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
+    const int64_t begin = task % job->plan.n_chunks * CATTN_CHUNK_KEYS;
+    struct cattn_range keys = cattn_rows_keys(rows);
+    keys = (struct cattn_range){keys.lo > begin ? keys.lo : begin, cattn_min(keys.hi, begin + CATTN_CHUNK_KEYS)};
+    struct walk walk = begin_walk(job, rows, keys);
+    if (walk_keys(job, &walk, 1, worker))
         copy_partial(job, index, rows, false);
 }
 
@@ -297,7 +357,7 @@ static enum cattn_status run_mask(struct forward_job *job) {
 static void run_tiny_blocks(const struct forward_job *job, int64_t n_blocks, void *memory) {
     unsigned mode = cattn_fp_enter();
     for (int64_t block = 0; block < n_blocks; block++)
-        run_rows(job, block, memory, NULL);
+        run_task(job, block, 1, memory, NULL);
     cattn_fp_leave(mode);
 }
 
@@ -330,7 +390,8 @@ static enum cattn_status run_blocks(struct forward_job *job) {
         return run_tiny(job, n_blocks);
     if (job->plan.path == CATTN_PATH_SPLIT)
         return run_split(job, n_blocks);
-    return cattn_parallel_for(n_blocks, job->plan.num_threads, job->plan.scratch_size, block_task, job, &p->poll);
+    const int64_t n_tasks = job->plan.n_units * job->plan.tasks_per_unit;
+    return cattn_parallel_for(n_tasks, job->plan.num_threads, job->plan.scratch_size, block_task, job, &p->poll);
 }
 
 static enum cattn_status run(struct forward_job *job) {
@@ -421,8 +482,9 @@ enum cattn_status cattn_attention_explain(const struct cattn_attention_params *p
     const int64_t n_key_blocks = cattn_ceil_div(params->seqlen_k, CATTN_BLOCK_KEYS);
     const bool split = job.plan.path == CATTN_PATH_SPLIT;
     *explanation = (struct cattn_explanation){.path = job.plan.path,
-                                              .n_tasks = split ? n_blocks * job.plan.n_chunks : n_blocks,
-                                              .block_rows = job.plan.task_rows,
+                                              .n_tasks = split ? n_blocks * job.plan.n_chunks
+                                                               : job.plan.n_units * job.plan.tasks_per_unit,
+                                              .task_rows = job.plan.task_blocks * job.plan.block_rows,
                                               .scratch_size = job.plan.scratch_size};
     int64_t next_poll = 0; /* ranges of long batches take a while, so Ctrl-C must work */
     for (int64_t block = 0; block < n_blocks; block++) {

@@ -82,6 +82,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->has_lse = p->lse.data;
     call->has_weights = p->weights.data;
     call->packed_keys = p->packed_keys;
+    call->packed_block = false;
     call->double_lse = p->double_lse;
     call->store_scores = p->store_scores;
     call->storage = p->storage;

@@ -21,6 +21,13 @@
 #define SPLIT_TASKS 4
 /* Bytes of partial results of the split path that may wait to be merged. */
 #define SPLIT_BUDGET ((cattn_size)512 << 10)
+/* Elements of a head's keys and values that do not stay in the L2 cache from one block of rows to the next, and bytes
+ * between rows of which a panel does not stay in the L1 cache. */
+#define FAR_KEYS ((double)(1 << 18))
+#define FAR_ROW 512
+/* Blocks that go through the keys together have at most so much scratch, and each thread at least so many tasks. */
+#define JOINED_SCRATCH ((cattn_size)1 << 20)
+#define JOINED_TASKS 4
 
 struct cattn_kernel_pair cattn_attention_kernels(const struct cattn_attention_params *p) {
     const struct cattn_kernels *own = cattn_kernels_for(p->dtype);
@@ -35,7 +42,7 @@ double cattn_attention_work(const struct cattn_attention_params *p) {
 
 int64_t cattn_plan_acc_cols(const struct cattn_attention_params *p) { return cattn_round_up(p->d_v, CATTN_PAD); }
 
-int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return cattn_round_up(plan->task_rows, CATTN_PAD); }
+int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return cattn_round_up(plan->block_rows, CATTN_PAD); }
 
 static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_PATH_TILE; }
 
@@ -44,6 +51,12 @@ static cattn_size max_size(cattn_size a, cattn_size b) { return a > b ? a : b; }
 bool cattn_plan_copies(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
                        enum cattn_storage quantized) {
     return tensor->data && (quantized || p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
+}
+
+int64_t cattn_plan_most_keys(const struct cattn_attention_params *p) {
+    const struct cattn_ranges *r = &p->ranges;
+    const bool window = !r->all_visible && r->left < p->seqlen_k && r->right < p->seqlen_k;
+    return window ? cattn_min(p->seqlen_k, r->left + r->right + 1) : p->seqlen_k;
 }
 
 bool cattn_plan_uses_stream(const struct cattn_attention_params *p) {
@@ -99,33 +112,23 @@ struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_
     return rows;
 }
 
-/* Sets the memory of r. It is the only description of the layout: called without memory to measure it, and
- * with memory to cut it. */
-static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
-                    const struct cattn_kernels *kernels, struct cattn_rows *r, struct cattn_arena *arena) {
-    const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
-    const cattn_size size = cattn_element_size(p->dtype), slots = (cattn_size)cattn_plan_row_slots(plan);
+/* Sets the arrays of a task that hold nothing between two key blocks: its blocks share them. */
+static void lay_out_work(const struct cattn_plan *plan, const struct cattn_attention_params *p,
+                         const struct cattn_kernels *kernels, struct cattn_row_scratch *s, struct cattn_arena *arena) {
+    const bool tile = is_tile(plan), tiles = p->bf16_products == CATTN_BF16_TILES;
+    const cattn_size size = cattn_element_size(p->dtype);
     const cattn_size rows = (cattn_size)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (cattn_size)p->head_dim;
-    const cattn_size acc = rows * (cattn_size)cattn_plan_acc_cols(p);
     const cattn_size panel = (cattn_size)kernels->lanes * (cattn_size)kernels->nr;
     const cattn_size copied_key = cattn_plan_copies(p, &p->key, p->quantized_key) ? depth : 0;
     const cattn_size copied_value = cattn_plan_copies(p, &p->value, p->quantized_value) ? (cattn_size)p->d_v : 0;
-    /* halves: weights are computed in float32 rows and rounded once at the end */
-    const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
-    struct cattn_row_scratch *s = &r->scratch;
-    r->per_row = cattn_plan_carve_per_row(arena, rows);
-    s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
-    const bool tiles = p->bf16_products == CATTN_BF16_TILES;
     const cattn_size key_cols = (cattn_size)cattn_packed_key_cols(p->bf16_products, p->head_dim);
     const cattn_size value_cols = (cattn_size)cattn_packed_value_cols(p->bf16_products, p->d_v);
     const cattn_size unit = (cattn_size)CATTN_UNIT * CATTN_UNIT;
-    s->packed_query = cattn_carve(arena, rows * (tiles ? key_cols : depth) * size);
     s->score = cattn_carve(arena, (tiles && tile ? CATTN_UNIT : rows) * CATTN_BLOCK_KEYS * size);
     s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
     const bool widens = tiles && tile && !kernels->tiles_begin;
     s->wide = cattn_carve(arena, widens ? CATTN_BLOCK_KEYS * (key_cols + value_cols) * size : 0);
     s->units = cattn_carve(arena, tiles && tile ? 4 * unit * size : 0);
-    s->acc_columns = tiles && tile ? cattn_carve(arena, CATTN_TILE_ROWS * value_cols * size) : NULL;
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
     s->key_copy =
         cattn_carve(arena, (tile ? (cattn_size)kernels->mr * depth : (cattn_size)kernels->lanes * copied_key) * size);
@@ -134,7 +137,32 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
                               : p->bf16_products ? max_size(depth, (cattn_size)cattn_plan_acc_cols(p))
                                                  : max_size(copied_key, copied_value);
     s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * copied * size : 0);
-    s->weight_rows = cattn_carve(arena, narrowed ? rows * (cattn_size)p->seqlen_k * size : 0);
+    const bool packs = plan->task_blocks > 1 && kernels->pack_block;
+    s->value_panels = cattn_carve(arena, packs ? CATTN_BLOCK_KEYS * (cattn_size)cattn_plan_acc_cols(p) * size : 0);
+}
+
+/* Whether weights are computed in float32 rows and rounded once at the end. */
+static bool narrows_weights(const struct cattn_attention_params *p) {
+    return p->weights.data && p->storage != CATTN_STORED_PLAIN;
+}
+
+/* Sets the other arrays of one block. */
+static void lay_out_state(const struct cattn_plan *plan, const struct cattn_attention_params *p, struct cattn_rows *r,
+                          struct cattn_arena *arena) {
+    const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
+    const bool tiles = tile && p->bf16_products == CATTN_BF16_TILES;
+    const cattn_size size = cattn_element_size(p->dtype), slots = (cattn_size)cattn_plan_row_slots(plan);
+    const cattn_size rows = (cattn_size)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS);
+    const cattn_size acc = rows * (cattn_size)cattn_plan_acc_cols(p);
+    const cattn_size key_cols = (cattn_size)cattn_packed_key_cols(p->bf16_products, p->head_dim);
+    const cattn_size value_cols = (cattn_size)cattn_packed_value_cols(p->bf16_products, p->d_v);
+    struct cattn_row_scratch *s = &r->scratch;
+    r->per_row = cattn_plan_carve_per_row(arena, rows);
+    s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
+    s->packed_query =
+        cattn_carve(arena, rows * (p->bf16_products == CATTN_BF16_TILES ? key_cols : (cattn_size)p->head_dim) * size);
+    s->acc_columns = tiles ? cattn_carve(arena, CATTN_TILE_ROWS * value_cols * size) : NULL;
+    s->weight_rows = cattn_carve(arena, narrows_weights(p) ? rows * (cattn_size)p->seqlen_k * size : 0);
     s->block_max = cattn_carve(arena, slots * size);
     s->alpha = cattn_carve(arena, slots * size);
     s->row_max = cattn_carve(arena, slots * size);
@@ -146,14 +174,59 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     s->total_acc = one_chunk ? s->acc : cattn_carve(arena, acc * size);
 }
 
-struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
-                                      const struct cattn_kernels *kernels, void *memory) {
+/* The only description of the layout: called without memory to measure it, and with memory to cut it. */
+static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
+                    const struct cattn_kernels *kernels, struct cattn_arena *arena,
+                    struct cattn_rows *blocks[CATTN_MOST_BLOCKS]) {
+    struct cattn_row_scratch work;
+    lay_out_work(plan, p, kernels, &work, arena);
+    for (int i = 0; i < plan->task_blocks; i++) {
+        struct cattn_rows unused, *r = blocks[i] = cattn_carve(arena, sizeof *r);
+        r = r ? r : &unused;
+        r->scratch = work;
+        lay_out_state(plan, p, r, arena);
+    }
+}
+
+void cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
+                        const struct cattn_kernels *kernels, void *memory,
+                        struct cattn_rows *blocks[CATTN_MOST_BLOCKS]) {
     struct cattn_arena arena = cattn_arena(memory, plan->scratch_size, plan->path != CATTN_PATH_TINY);
-    struct cattn_rows *rows = cattn_carve(&arena, sizeof *rows);
-    lay_out(plan, params, kernels, rows, &arena);
-    rows->query = rows->per_row->query;
+    lay_out(plan, params, kernels, &arena, blocks);
+    for (int i = 0; i < plan->task_blocks; i++)
+        blocks[i]->query = blocks[i]->per_row->query;
     assert(arena.used == plan->scratch_size);
-    return rows;
+}
+
+static cattn_size measure(const struct cattn_plan *plan, const struct cattn_attention_params *p,
+                          const struct cattn_kernels *kernels) {
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
+    struct cattn_rows *none[CATTN_MOST_BLOCKS];
+    lay_out(plan, p, kernels, &count, none);
+    return count.used;
+}
+
+/* Whether blocks of rows go through the keys together: where these come from far away, or, if the blocks see the same
+ * keys, where they are copied or the rows of V so far apart that a panel of them finds few sets of the cache. */
+static bool joins_blocks(const struct cattn_plan *plan, const struct cattn_attention_params *p) {
+    const int64_t n_keys = cattn_plan_most_keys(p), far_row = FAR_ROW / (int64_t)cattn_element_size(p->dtype);
+    const bool is_far = (double)n_keys * ((double)p->head_dim + (double)p->d_v) >= FAR_KEYS;
+    const bool packs = cattn_plan_copies(p, &p->key, p->quantized_key) || (p->value.data && p->value.row >= far_row);
+    return is_tile(plan) && !plan->uses_stream && !narrows_weights(p) && (is_far || (packs && n_keys == p->seqlen_k));
+}
+
+/* Sets the blocks of a task: as many as leave each thread tasks enough and the scratch near. */
+static void join_blocks(struct cattn_plan *plan, const struct cattn_attention_params *p,
+                        const struct cattn_kernels *kernels) {
+    const int64_t least = plan->num_threads == 1 ? 1 : JOINED_TASKS * (int64_t)plan->num_threads;
+    int most = joins_blocks(plan, p) && plan->blocks_per_unit > 1 ? CATTN_MOST_BLOCKS : 1;
+    do {
+        plan->tasks_per_unit = cattn_ceil_div(plan->blocks_per_unit, most);
+        plan->task_blocks =
+            plan->blocks_per_unit > 1 ? (int)cattn_ceil_div(plan->blocks_per_unit, plan->tasks_per_unit) : 1;
+        plan->scratch_size = measure(plan, p, kernels);
+        most /= 2;
+    } while (most > 0 && (plan->n_units * plan->tasks_per_unit < least || plan->scratch_size > JOINED_SCRATCH));
 }
 
 /* Completes the plan for this path. */
@@ -163,16 +236,12 @@ static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p,
      * that are scratch. */
     const bool together = plan->uses_stream || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
-    plan->task_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
-    plan->blocks_per_unit = cattn_ceil_div(plan->unit_rows, plan->task_rows);
+    plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
+    plan->blocks_per_unit = cattn_ceil_div(plan->unit_rows, plan->block_rows);
     const double least = is_tile(plan) ? POOL_WORK_TILE : POOL_WORK_ROWS;
     const bool alone = p->path == CATTN_PATH_AUTO && plan->path != CATTN_PATH_SPLIT && cattn_attention_work(p) < least;
     plan->num_threads = alone ? 1 : p->num_threads;
-    struct cattn_arena count = cattn_arena(NULL, 0, false);
-    struct cattn_rows unused;
-    cattn_carve(&count, sizeof unused);
-    lay_out(plan, p, kernels, &unused, &count);
-    plan->scratch_size = count.used;
+    join_blocks(plan, p, kernels);
 }
 
 static bool tiny_fits(const struct cattn_plan *plan, const struct cattn_attention_params *p) {
@@ -209,11 +278,17 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
  * the other threads idle. Bits of a serial stream are drawn in ascending order. */
 struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t block) {
     const int64_t unit = block / plan->blocks_per_unit, index = block % plan->blocks_per_unit;
-    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->task_rows;
+    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
     return (struct cattn_row_block){.batch = unit / plan->units_per_batch,
                                     .first_head = unit % plan->units_per_batch * plan->heads_per_unit,
                                     .first_row = first,
-                                    .n_rows = (int)cattn_min(plan->unit_rows - first, plan->task_rows)};
+                                    .n_rows = (int)cattn_min(plan->unit_rows - first, plan->block_rows)};
+}
+
+int64_t cattn_plan_first_block(const struct cattn_plan *plan, int64_t task, int *n_blocks) {
+    const int64_t first = task % plan->tasks_per_unit * plan->task_blocks;
+    *n_blocks = (int)cattn_min(plan->blocks_per_unit - first, plan->task_blocks);
+    return task / plan->tasks_per_unit * plan->blocks_per_unit + first;
 }
 
 int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, cattn_size partial_size) {

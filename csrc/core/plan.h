@@ -3,11 +3,12 @@
  * The rows of a unit share one key-value head. If a head has few queries, a unit is all query heads of the group,
  * flattened, so that keys and values are read once for the group; otherwise each query head is a unit.
  *
- *     task = one block of rows of one unit                          (tile, rows, tiny)
+ *     task = one block of rows of one unit                          (rows, tiny)
+ *     task = some blocks of rows of one unit, key block by key block (tile)
  *     task = one block of rows of one unit against one key chunk    (split)
  *
- * Every row gets the same sums in the same order, whatever the plan. All tuning numbers of attention are in plan.c and
- * plan_second.c: nothing in them can change a result.
+ * Every row gets the same sums in the same order, whatever the plan. All tuning numbers of attention are in plan.[ch]
+ * and plan_second.c: nothing in them can change a result.
  */
 #ifndef CATTN_PLAN_H
 #define CATTN_PLAN_H
@@ -27,8 +28,9 @@ struct cattn_plan {
     int64_t n_units, units_per_batch;
     int64_t heads_per_unit;
     int64_t unit_rows; /* heads_per_unit * seqlen_q */
-    int task_rows;     /* rows of a task at most */
-    int64_t blocks_per_unit;
+    int block_rows;    /* rows of a block at most */
+    int task_blocks;   /* blocks of a task at most */
+    int64_t blocks_per_unit, tasks_per_unit;
     int64_t n_chunks;
     bool uses_stream;        /* dropout bits come from a serial stream, so tasks are in row-major order */
     cattn_size scratch_size; /* bytes a thread */
@@ -46,6 +48,8 @@ struct cattn_row_block {
     int n_rows;
 };
 struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t block);
+/* The first block of a task, and its number of blocks. */
+int64_t cattn_plan_first_block(const struct cattn_plan *plan, int64_t task, int *n_blocks);
 
 /* Split path: how many tasks run before their partial results are merged. */
 int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, cattn_size partial_size);
@@ -58,6 +62,9 @@ int64_t cattn_plan_acc_cols(const struct cattn_attention_params *params);
 bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor,
                        enum cattn_storage quantized);
 
+/* The keys that a query sees, at most. */
+int64_t cattn_plan_most_keys(const struct cattn_attention_params *params);
+
 /* Whether the dropout bits come from a serial stream. It draws nothing for an empty call. */
 bool cattn_plan_uses_stream(const struct cattn_attention_params *params);
 
@@ -68,9 +75,14 @@ static inline int64_t cattn_block_end(int64_t k0, int64_t n_keys) { return cattn
 struct cattn_arena;
 struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_size n_rows);
 
-/* Lays out a task's struct and all its scratch arrays in `memory` of plan->scratch_size bytes. */
-struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
-                                      const struct cattn_kernels *kernels, void *memory);
+#define CATTN_MOST_BLOCKS 8  /* of a task */
+#define CATTN_LEAST_BLOCKS 4 /* at a key block, from which on copies of it pay */
+
+/* Lays out the structs of a task's blocks and all their scratch arrays in `memory` of plan->scratch_size bytes. Blocks
+ * share the arrays that hold nothing between two key blocks. */
+void cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
+                        const struct cattn_kernels *kernels, void *memory,
+                        struct cattn_rows *blocks[CATTN_MOST_BLOCKS]);
 
 /* ---- second passes, which read the results of a forward pass: gradients and statistics ---- */
 

@@ -37,11 +37,8 @@ bool cattn_rounds_keys(const struct cattn_attention_params *p) {
     /* packed copies serve the tile path only */
     if (tiles && cattn_plan(p, cattn_attention_kernels(p).tiles).path != CATTN_PATH_TILE)
         return false;
-    const struct cattn_ranges *r = &p->ranges;
-    double keys = (double)p->seqlen_k; /* that a query sees, at most */
-    if (!r->all_visible && r->left < p->seqlen_k && r->right < p->seqlen_k)
-        keys = (double)cattn_min(p->seqlen_k, r->left + r->right + 1);
-    return (double)p->seqlen_q * (double)p->group_size * keys >= LEAST_QUERIES * (double)p->seqlen_k &&
+    return (double)p->seqlen_q * (double)p->group_size * (double)cattn_plan_most_keys(p) >=
+               LEAST_QUERIES * (double)p->seqlen_k &&
            p->seqlen_k > 0 && p->n_batch > 0 && !shares_differ(p);
 }
 

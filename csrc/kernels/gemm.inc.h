@@ -208,21 +208,29 @@ static struct source key_rows(const struct cattn_rows *rows, struct source key, 
     return (struct source){copy, depth};
 }
 
+/* A panel of the columns c .. c+PANEL-1 of n_keys rows of V, with zeros after the last column. */
+static void copy_columns(const struct cattn_rows *rows, struct source value, int n_keys, int64_t c, real *panel) {
+    const int64_t n = rows->call.d_v - c;
+    for (int k = 0; k < n_keys; k++)
+        UNROLLED(i, NR) {
+            const int64_t left = n - i * LANES;
+            const real *v = value.first + k * value.row + c + i * LANES;
+            vf_storeu(panel + k * PANEL + i * LANES,
+                      left > 0 ? load_strided(v, 1, (int)min64(LANES, left)) : vf_set1(0));
+        }
+}
+
 /* Columns c .. c+PANEL-1 of V for the keys begin .. end-1 of the block, as whole vectors: V itself if the columns are
  * whole vectors, else a copy with zeros after the last column, because reading V past its end is not allowed. */
 static struct source value_run(const struct cattn_rows *rows, struct source value, int begin, int end, int64_t c) {
     const int64_t n = rows->call.d_v - c;
+    if (rows->call.packed_block)
+        return (struct source){value.first + c * CATTN_BLOCK_KEYS + begin * PANEL, PANEL};
     const struct source from = {value.first + begin * value.row + c, value.row};
     if (n >= PANEL || n == LANES)
         return from;
     real *panel = rows->scratch.value_panel;
-    for (int k = 0; k < end - begin; k++)
-        UNROLLED(i, NR) {
-            const int64_t left = n - i * LANES;
-            const real *v = from.first + k * from.row + i * LANES;
-            vf_storeu(panel + k * PANEL + i * LANES,
-                      left > 0 ? load_strided(v, 1, (int)min64(LANES, left)) : vf_set1(0));
-        }
+    copy_columns(rows, (struct source){value.first + begin * value.row, value.row}, end - begin, c, panel);
     return (struct source){panel, PANEL};
 }
 

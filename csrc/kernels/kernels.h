@@ -4,6 +4,7 @@
  *
  *     pack_query_tile | pack_query_rows  once: packs the scaled queries in the layout of its path
  *     chunk_begin                        at the start of each key chunk: an empty running state
+ *       pack_block                       tile path: once for several blocks of rows that are at the same key block
  *       tile_block | rows_block          for each key block of the chunk: scores, masks, softmax, P V
  *     chunk_merge                        after each chunk but the first: merges it into the total of those before
  *     finish                             once: writes output, log-sum-exp and weights
@@ -93,6 +94,7 @@ struct cattn_call_shape {
     bool fully_ranged; /* no element-wise mask: ranges and block mask alone decide which keys are hidden */
     bool has_positions, has_slopes, has_sinks, has_mask, has_block_mask, has_out, has_lse, has_weights;
     bool packed_keys;           /* tables of tiles: the rows of key and value are packed already, by pack_keys */
+    bool packed_block;          /* the scratch has copies of the key block at hand, by pack_block */
     bool double_lse;            /* lse is double, otherwise the table's own type */
     bool store_scores;          /* `weights` receives the scores, -inf out of range */
     enum cattn_storage storage; /* of query, out and weights_out */
@@ -126,10 +128,11 @@ struct cattn_row_scratch {
     void *score;          /* tile: [key][CATTN_TILE_ROWS], or CATTN_UNIT in tiles; rows: [row][CATTN_BLOCK_KEYS] */
     void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in second passes */
     void *cap_curvature;  /* the second derivative; NULL except for gradients with tangents */
-    void *value_panel; /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
-    void *key_copy;    /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
-    void *block_copy;  /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
-    void *weight_rows; /* for halves: [row][seqlen_k] */
+    void *value_panel;  /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
+    void *key_copy;     /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
+    void *block_copy;   /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
+    void *value_panels; /* of pack_block: [panel][key][2 * lanes]; only in tasks of several blocks of rows */
+    void *weight_rows;  /* for halves: [row][seqlen_k] */
     void *block_max;
     void *row_max, *row_sum, *alpha; /* the running state of the chunk; this block's correction */
     void *acc;                       /* [row][acc_cols] */
@@ -562,6 +565,9 @@ struct cattn_kernels {
     void (*pack_query_tile)(struct cattn_rows *rows);
     void (*pack_query_rows)(struct cattn_rows *rows);
     void (*chunk_begin)(struct cattn_rows *rows);
+    /* copies of a key block for all blocks of rows of a task, which then have call.packed_block; NULL in tables of
+     * products of bfloat16 */
+    void (*pack_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);
     /* keys k0 <= k < k1 of one block; k0 is a multiple of CATTN_BLOCK_KEYS */
     void (*tile_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);
     void (*rows_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);

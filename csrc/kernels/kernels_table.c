@@ -245,7 +245,9 @@ const struct cattn_kernels PASTE(cattn_kernels_, ISA, TABLE_BITS) = {
 #ifdef BF16_PRODUCTS
     .pack_keys = pack_keys,
     .pack_values = pack_values,
-#elif !defined(CATTN_LIVE)
+#else
+    .pack_block = pack_block,
+#ifndef CATTN_LIVE
     .backward = {backward_begin, backward_scores, backward_query, backward_keys, backward_sink},
     .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},
     .backward_bias = backward_bias,
@@ -259,6 +261,7 @@ const struct cattn_kernels PASTE(cattn_kernels_, ISA, TABLE_BITS) = {
     .statistics_block = statistics_block,
     .statistics_add = statistics_add,
     .statistics_finish = statistics_finish,
+#endif
 #endif
 };
 

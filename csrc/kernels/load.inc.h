@@ -256,12 +256,17 @@ struct source {
     int64_t row;
 };
 
+/* Whether the kernels can read the matrix in place. */
+INLINE bool is_plain(const struct cattn_matrix *matrix) {
+    return matrix->storage == CATTN_STORED_PLAIN && matrix->col == 1;
+}
+
 /* The first n_rows rows of n_cols elements of a matrix: in place if the kernels can read them there, else copied to
  * `scratch` without gaps. */
 static struct source rows_of(const struct cattn_matrix *matrix, int n_rows, int64_t n_cols, void *scratch) {
     const enum cattn_storage storage = matrix->storage;
     const int64_t row = matrix->row, col = matrix->col;
-    if (storage == CATTN_STORED_PLAIN && col == 1)
+    if (is_plain(matrix))
         return (struct source){matrix->first, row};
     const struct source copy = {scratch, n_cols};
     if (cattn_is_quantized(storage)) {

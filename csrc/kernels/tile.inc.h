@@ -15,6 +15,10 @@ static struct source rows_of_block(const struct tile *t, const struct cattn_matr
     return matrix == &t->rows->key ? keys_of_block(t->rows, t->k0, first, last)
                                    : values_of_block(t->rows, t->k0, first, last);
 #else
+    if (t->rows->call.packed_block && matrix == &t->rows->value)
+        return (struct source){t->rows->scratch.value_panels, PANEL};
+    if (t->rows->call.packed_block && !is_plain(matrix))
+        return (struct source){t->rows->scratch.block_copy, n_cols};
     /* keys that no row sees are not even converted */
     const struct cattn_matrix from = rows_from(*matrix, t->k0 + first);
     struct source rows = rows_of(&from, last - first, n_cols, (real *)t->rows->scratch.block_copy + first * n_cols);
@@ -247,6 +251,21 @@ static void tile_scores(struct tile *t) {
     for (int v = 0; v < t->n_vectors; v += NR)
         score_panel(t, v);
 }
+
+#ifndef BF16_PRODUCTS
+/* Values in panels: rows of V may be so far apart that those of a panel share few sets of the cache. */
+static void pack_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
+    const int n = (int)(k1 - k0);
+    const struct cattn_matrix key = rows_from(rows->key, k0);
+    if (rows->call.d_v) { /* before the keys, which need the same scratch */
+        const struct cattn_matrix matrix = rows_from(rows->value, k0);
+        const struct source value = rows_of(&matrix, n, rows->call.d_v, rows->scratch.block_copy);
+        for (int64_t c = 0; c < rows->call.d_v; c += PANEL)
+            copy_columns(rows, value, n, c, (real *)rows->scratch.value_panels + c * CATTN_BLOCK_KEYS);
+    }
+    rows_of(&key, n, rows->call.head_dim, rows->scratch.block_copy);
+}
+#endif
 
 static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     struct tile t;

@@ -346,3 +346,20 @@ def test_random_calls_give_the_same_bits_on_every_path_and_table(isa: str, data:
     right = yardstick(call, isa)
     for way, result in every_way(lambda: everything(**call), tiny=False):
         assert_same_bits(result, right, way)
+
+
+@pytest.mark.promise("paths and tables")
+@pytest.mark.parametrize("storage", [np.float32, np.float16])
+def test_blocks_of_rows_that_share_copies_of_a_key_block_have_the_bits_of_each_alone(
+    storage: type, causal: bool, isa: str
+) -> None:
+    rng = np.random.default_rng(3)
+    query, key, value = (rng.standard_normal((500, n)).astype(storage) for n in (20, 20, 150))
+    value[130] = INF
+    with cattn.num_threads(1):  # more threads get a block each
+        assert cattn.explain(query, key, value, is_causal=causal).tasks == 1
+        whole = cattn.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    for first in range(0, 500, BLOCK):
+        rows = slice(first, first + BLOCK)
+        alone = cattn.scaled_dot_product_attention(query[rows], key, value, is_causal=causal, query_offset=first)
+        assert_same_bits(whole[rows], alone, f"rows from {first} on")
