@@ -342,7 +342,11 @@ class BuildTables(build_ext):
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have * source.endswith("dispatch.c"), flags) for source in ext.sources]
         kernels = str(CSRC / "kernels" / "kernels_table.c")
-        jobs += [(kernels, macros, flags + isa) for macros, isa in kernel_objects(tables).values()]
+        plain = [flag for flag in flags if flag not in OPTIMIZED]  # for tables that have -O1
+        jobs += [
+            (kernels, macros, (plain if "-O1" in isa else flags) + isa)
+            for macros, isa in kernel_objects(tables).values()
+        ]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
         lists = ["-MMD"] * (not msvc and not WINDOWS and "-arch" not in self.compiler.compiler_so)
