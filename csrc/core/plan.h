@@ -20,7 +20,7 @@
 /* The tiny path takes at most this much scratch, and uses the stack for up to CATTN_TINY_STACK of it, because that is
  * faster than the thread's scratch. Threads may have stacks of only 64 KiB, of which a call should leave a quarter. */
 #define CATTN_TINY_SCRATCH (96 * 1024)
-#define CATTN_TINY_STACK (16 * 1024)
+#define CATTN_TINY_STACK (15 * 1024)
 
 struct cattn_plan {
     enum cattn_path path; /* never AUTO */
