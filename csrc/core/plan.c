@@ -181,7 +181,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     struct cattn_row_scratch work;
     lay_out_work(plan, p, kernels, &work, arena);
     for (int i = 0; i < plan->task_blocks; i++) {
-        struct cattn_rows unused, *r = blocks[i] = cattn_carve(arena, sizeof *r);
+        struct cattn_rows unused = {.n_rows = 0}, *r = blocks[i] = cattn_carve(arena, sizeof *r);
         r = r ? r : &unused;
         r->scratch = work;
         lay_out_state(plan, p, r, arena);
