@@ -234,7 +234,7 @@ static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p,
                 enum cattn_path path) {
     /* Key chunks of the same rows cannot draw from a serial stream in row-major order, nor share the rows of weights
      * that are scratch. */
-    const bool together = plan->uses_stream || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
+    const bool together = plan->uses_stream || narrows_weights(p);
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
     plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
     plan->blocks_per_unit = cattn_ceil_div(plan->unit_rows, plan->block_rows);

@@ -253,7 +253,7 @@ static void tile_scores(struct tile *t) {
 }
 
 #ifndef BF16_PRODUCTS
-/* Values in panels: rows of V may be so far apart that those of a panel share few sets of the cache. */
+/* V is copied in panels because its rows may lie so far apart that a panel finds few sets of the cache. */
 static void pack_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     const int n = (int)(k1 - k0);
     const struct cattn_matrix key = rows_from(rows->key, k0);
