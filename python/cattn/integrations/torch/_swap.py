@@ -56,10 +56,12 @@ def _add(
     multiply: Callable[..., Tensor], added: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any,
     compute_dtype: str | None,
 ) -> Tensor:  # fmt: skip
-    """Return beta * added + alpha * a @ b, of halves rounded at the end. With beta = 0 the first is not read."""
+    """Return beta * added + alpha * a @ b, of halves rounded at the end. A factor of 0 leaves out its term."""
     wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
+    if alpha == 0:
+        a, b = torch.zeros_like(a), torch.zeros_like(b)
     product = multiply(a.to(wide), b.to(wide), compute_dtype=compute_dtype)
-    if alpha != 1 and a.shape[-1]:  # PyTorch reads no alpha where there is nothing to multiply
+    if alpha not in (0, 1) and a.shape[-1]:  # where there is nothing to multiply, alpha is not read
         product = product * alpha
     if beta != 0:
         product = product + (added.to(wide) if beta == 1 else added.to(wide) * beta)
@@ -71,7 +73,7 @@ def _add_product(
 ) -> Tensor:
     if a.ndim == 2 and beta == 1 and alpha == 1 and added.shape == (b.shape[1],):
         return _apply_layer(added, a, b, compute_dtype)
-    return _add(_multiply, added, *_unless_zero(alpha, a, b), beta, alpha, compute_dtype)
+    return _add(_multiply, added, a, b, beta, alpha, compute_dtype)
 
 
 def _apply_layer(bias: Tensor, x: Tensor, weight: Tensor, compute_dtype: Any) -> Tensor:
@@ -81,14 +83,7 @@ def _apply_layer(bias: Tensor, x: Tensor, weight: Tensor, compute_dtype: Any) ->
 def _add_vector(
     added: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1, compute_dtype: Any = None
 ) -> Tensor:
-    return _add(_multiply_vector, added, *_unless_zero(alpha, a, x), beta, alpha, compute_dtype)
-
-
-def _unless_zero(alpha: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors. With alpha = 0 the BLAS does not read them, but PyTorch's own code for halves does."""
-    if alpha != 0 or a.ndim == 3 or a.dtype.itemsize == 2:
-        return a, b
-    return torch.zeros_like(a), torch.zeros_like(b)
+    return _add(_multiply_vector, added, a, x, beta, alpha, compute_dtype)
 
 
 class _Operator(NamedTuple):
