@@ -74,6 +74,17 @@ def load_ml_dtype(name: str, reason: str) -> Any:
     return getattr(ml_dtypes, name)
 
 
+def check_storage(tensor: Any, name: str) -> None:
+    """Raise RuntimeError for a PyTorch tensor with elements that its storage does not have: freed, or shortened."""
+    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    wanted = (tensor.storage_offset() + sum(steps) + 1) * tensor.element_size() if tensor.numel() else 0
+    if wanted > (found := tensor.untyped_storage().nbytes()):
+        state = "freed" if found == 0 else "shortened"
+        raise RuntimeError(
+            f"{name} has a storage of {found} bytes, which was {state}: its shape and strides need {wanted}"
+        )
+
+
 def _from_torch(tensor: Any, name: str) -> Array:
     """Return a PyTorch tensor as an array on the same memory."""
     torch = sys.modules["torch"]
@@ -87,9 +98,11 @@ def _from_torch(tensor: Any, name: str) -> Array:
     bits, dtype = dtypes.get(tensor.dtype, (None, ""))
     foreign = None if bits is None else load_ml_dtype(dtype, f"{name} is a tensor of {dtype}")
     try:
-        return np.asarray(tensor) if foreign is None else np.asarray(tensor.view(bits)).view(foreign)
+        array = np.asarray(tensor) if foreign is None else np.asarray(tensor.view(bits)).view(foreign)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
+    check_storage(tensor, name)
+    return array
 
 
 def read_array(obj: Any, name: str) -> Array:

@@ -24,6 +24,7 @@ from ._eager_attention import (
     wants_a_tensor,
 )
 from .torch import scaled_dot_product_attention
+from .torch._tensors import converted
 
 __all__ = ["AttentionMask", "register", "set_attn_implementation"]
 __dir__ = public_names(globals())
@@ -478,7 +479,7 @@ def _attend(
     _refuse_unknown(module, options)
     call, attn_mask = _read_mask(module, attention_mask, query, key, is_causal, sliding_window)
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
-        attn_mask = attn_mask.to(query.dtype)
+        attn_mask = converted(attn_mask, query.dtype, "attention_mask")
     for chosen in (indices, block_indices):
         if chosen is not None:
             attn_mask = _join(attn_mask, _find_selected(module, chosen, query, key))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._linear_attention import causal_conv, linear_attention
-from ._tensors import DTYPES
+from ._tensors import DTYPES, check_memory
 
 _CHUNKS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _STEPS = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention")
@@ -27,8 +27,14 @@ Function: TypeAlias = Callable[..., Any]
 Count: TypeAlias = Callable[[bool], None]  # a call, and whether cattn computes it
 
 
-def _is_ours(*tensors: Tensor | None) -> bool:
-    return all(x is None or (x.device.type == "cpu" and x.dtype in DTYPES) for x in tensors)
+def _is_ours(**tensors: Tensor | None) -> bool:
+    """Return whether cattn computes these tensors, whose memory must be there: PyTorch reads some of them first."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    ours = all(x.device.type == "cpu" and x.dtype in DTYPES for x in given.values())
+    for name, x in given.items():
+        if ours:
+            check_memory(x, name)
+    return ours
 
 
 # ---- the recurrence --------------------------------------------------------------------------------------------------
@@ -65,7 +71,8 @@ def _make_rule(module: Any, theirs: Function, count: Count) -> Function:
         initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        ours = not arguments and _is_ours(query, key, value, g, beta, initial_state)
+        given = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
+        ours = not arguments and _is_ours(**given)
         count(ours)
         if not ours:
             options |= {"initial_state": initial_state, "output_final_state": output_final_state}
@@ -95,7 +102,7 @@ def _make_lightning(module: Any, theirs: Function, count: Count) -> Function:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         cache = options.pop("past_key_values", cache)
         before = None if cache is None else cache.get_linear_cache(self.layer_idx)
-        ours = _is_ours(hidden_states, before)
+        ours = _is_ours(hidden_states=hidden_states, cache=before)
         count(ours)
         if not ours:
             found: tuple[Tensor, Tensor] = theirs(
@@ -124,7 +131,8 @@ def _make_conv(module: Any, theirs: Function, count: Count) -> Function:
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
         seq_idx: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        ours = activation in _ACTIVATIONS and _is_ours(hidden_states, weight, bias)
+        given = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
+        ours = activation in _ACTIVATIONS and _is_ours(**given)
         count(ours)
         if not ours:
             options |= {"activation": activation, "seq_idx": seq_idx}
@@ -148,7 +156,8 @@ def _make_update(module: Any, theirs: Function, count: Count) -> Function:
         hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:  # fmt: skip
-        ours = activation in _ACTIVATIONS and _is_ours(hidden_states, conv_state, weight, bias)
+        given = {"hidden_states": hidden_states, "conv_state": conv_state, "weight": weight, "bias": bias}
+        ours = activation in _ACTIVATIONS and _is_ours(**given)
         count(ours)
         if not ours:
             found: Tensor = theirs(hidden_states, conv_state, weight, bias, activation)
