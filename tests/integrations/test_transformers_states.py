@@ -164,6 +164,20 @@ def test_a_step_writes_the_states_of_a_cache_only_where_the_cache_does(name: str
                 assert torch.equal(kept, numbers) != copies
 
 
+@pytest.mark.parametrize("first", ["linear_attention", "full_attention"])
+def test_scores_of_padded_prompts_are_those_of_the_prompts_alone(first: str) -> None:
+    """transformers asks layer 0 how many keys there are. If it has a state, the mask is of one key, and eager wrong."""
+    model = make("minimax", layer_types=sorted(["linear_attention", "full_attention"], key=lambda kind: kind != first))
+    model.set_attn_implementation("cattn")
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    with torch.inference_mode(), batch_invariant():
+        scores = model.generate(**pad(TEXTS, "left"), **options).scores
+        for row, text in enumerate(TEXTS):
+            for found, alone in zip(scores, model.generate(text[None], **options).scores, strict=True):
+                assert torch.equal(found[row], alone[0])
+
+
 def test_a_family_that_is_imported_inside_the_context_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     name = family(make("qwen3_5")).__name__
     monkeypatch.delitem(sys.modules, name)
