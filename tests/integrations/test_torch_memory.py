@@ -175,12 +175,25 @@ def in_inference(x: Any) -> Any:
         return x.clone()
 
 
+class Inherits(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+class Watches(torch.Tensor):
+    """A subclass with a function of its own, whose memory need not hold its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 KINDS = {
     "plain": lambda x: x.clone(),
     "transposed": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x.repeat_interleave(2)[::2],
     "expanded": lambda x: x[:1].expand(x.shape),
     "negative": lambda x: torch._neg_view(-x),
     "of inference": in_inference,
+    "of a subclass": lambda x: x.clone().as_subclass(Inherits),
 }
 
 
@@ -212,6 +225,20 @@ def test_arguments_are_as_before_and_what_is_written_moves_its_version(name: str
             found = results_of(door, tensors, gradients=True)
             assert all(map(torch.equal, found, want)), own
             assert all(torch.equal(x, numbers) and x._version == v for x, numbers, v in before.values()), own
+
+
+CHECKED = [name for name in DOORS if name.startswith(("attention", "linear_a", "causal", "torch.ops"))]
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_subclass_with_a_function_of_its_own_is_refused_as_any_argument(name: str) -> None:
+    door = DOORS[name]
+    for own in door.shapes:
+        tensors = make(door)
+        tensors[own] = tensors[own].as_subclass(Watches)
+        message = rf"^{own} must be a plain torch\.Tensor, got Watches: pass {own}\.as_subclass\(torch\.Tensor\)"
+        with pytest.raises(TypeError, match=message):
+            results_of(door, tensors)
 
 
 # ---- memory that is not there ----------------------------------------------------------------------------------------

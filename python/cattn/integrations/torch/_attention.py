@@ -173,6 +173,7 @@ def check_inputs(query: Any, key: Any, value: Any) -> None:
     """Raise the error for tensors that cattn cannot read."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
+        check_class(tensor, name)
         dtype = dtype_of(tensor)
         if dtype in QUANTIZED:
             raise no_scale_error(name, dtype)
@@ -375,7 +376,7 @@ def scaled_dot_product_attention(
     ------
     TypeError, ValueError
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
-        and for an attn_mask of any other subclass of Tensor.
+        and for subclasses of Tensor with a ``__torch_function__`` of their own, but for these two as attn_mask.
     NotImplementedError
         For third derivatives, forward mode over forward mode, second derivatives of weights and with key_indices, and
         for alibi_slopes, scales or quantized tensors that require a gradient.

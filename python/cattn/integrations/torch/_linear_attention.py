@@ -21,6 +21,7 @@ from ._tensors import (
     DTYPES,
     as_array,
     as_tensor,
+    check_class,
     check_tensor,
     is_batched,
     is_traceable,
@@ -45,11 +46,11 @@ class _Differentiable:
     ) -> None:  # fmt: skip
         """Take cattn's function as one of tensors, and its gradients as a function that returns arrays."""
         self.name, self.what = name, f"cattn's {what} (torch.ops.cattn.{name})"
-        self.n, self.n_gradients = len(tensors), n_gradients
+        self.names, self.n, self.n_gradients = tensors, len(tensors), n_gradients
         self.forward, self.backward = forward, backward
         schema = f"{tensors_schema([*tensors], ('query', 'key', 'value', 'x', 'weight'))}, {numbers}"
         gradients = f"(Tensor grad_out, Tensor grad_state, {schema}) -> ({', '.join(['Tensor'] * n_gradients)})"
-        self.operator = self._define(name, self._compute, f"({schema}) -> (Tensor, Tensor)", shapes)
+        self.operator = self._define(name, self._operate, f"({schema}) -> (Tensor, Tensor)", shapes)
         self.operator_backward = self._define(f"{name}_backward", self._differentiate, gradients, self._like)
         self.operator.register_autograd(partial(self._gradients, self.operator_backward), setup_context=self._save)
         self.operator_backward.register_autograd(self._refuse_second)
@@ -74,6 +75,12 @@ class _Differentiable:
         else:
             results = self.function.apply(*arguments)
         return LinearAttentionOutput(*results) if return_state else results[0]
+
+    def _operate(self, *arguments: Any) -> Results:
+        for name, tensor in zip(self.names, arguments, strict=False):
+            if tensor is not None:
+                check_class(tensor, name)
+        return self._compute(*arguments)
 
     def _compute(self, *arguments: Any, return_state: bool = True) -> Results:
         function = partial(self.forward, return_state=return_state)

@@ -452,7 +452,7 @@ class WithGradients(torch.autograd.Function):
 def attention_operator(*arguments: Any) -> Any:
     """Return the output, the log-sum-exp, and the weights or an empty tensor."""
     operands = arguments[:N_OPERANDS]
-    for name, tensor in (("attn_mask", operands[3]), ("bias", operands[4])):
+    for name, tensor in zip(OPERANDS, operands, strict=True):
         if tensor is not None:
             check_class(tensor, name)
     result = forward(operands, read_options(*arguments[N_OPERANDS:-1]), lse=True, weights=arguments[-1])

@@ -30,6 +30,7 @@ _functorch: Any = torch._C._functorch
 _private_torch: Any = torch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
+_inherited: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 without_compiler = (
     _private_torch._disable_dynamo
 )  # torch.compiler.disable, which imports the compiler with the first call
@@ -231,10 +232,15 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def check_class(tensor: Tensor, name: str) -> None:
-    """Refuse subclasses of tensors: the memory of some, such as PyTorch's causal biases, is uninitialised."""
-    # FakeTensor and the other classes that PyTorch traces with have no __torch_function__.
-    if not is_plain(tensor) and type(tensor).__torch_function__ is not torch._C._disabled_torch_function_impl:
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}")
+    """Refuse subclasses with a ``__torch_function__``: the memory of some, as PyTorch's causal biases, is not set."""
+    if is_plain(tensor):
+        return
+    own: Any = type(tensor).__torch_function__
+    # FakeTensor and the other classes that PyTorch traces with have none.
+    if own is _private._disabled_torch_function_impl or own.__func__ is _inherited:
+        return
+    cure = f"pass {name}.as_subclass(torch.Tensor) if its memory holds its numbers"
+    raise TypeError(f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: {cure}")
 
 
 def is_causal_bias(attn_mask: Any) -> bool:
