@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 import cattn
@@ -62,6 +63,12 @@ def autocast(**tensors: Any) -> Any:
         return bridge.scaled_dot_product_attention(**tensors)
 
 
+def load(**arrays: Any) -> Any:
+    layer = cattn.SelfAttention_v1(D, D, rng=0)
+    layer.load_state_dict(arrays, strict=False)
+    return layer.W_query
+
+
 HEADS = dict.fromkeys(("query", "key", "value"), (B, H, T, D))
 EXTRAS = {"attn_mask": (T, T), "bias": (H, T, T), "sinks": (H,)}
 DECAY = {"decay": (B, H, T), "beta": (B, H, T), "state": (B, H, D, D)}
@@ -102,6 +109,9 @@ DOORS = {
     "NumPy's linear_attention": Door(cattn.linear_attention, HEADS | DECAY),
     "NumPy's class": Door(cattn.MultiHeadAttention(D, D, T, 0.0, 2, rng=0), {"x": (B, T, D)}),
     "the class": Door(nn.MultiHeadAttention(D, D, T, 0.0, 2), {"x": (B, T, D)}),
+    "NumPy's list": Door(lambda x: cattn.softmax([[x, x]]), {"x": (T, D)}),
+    "NumPy's state dict": Door(load, {"W_query": (D, D)}),
+    "NumPy's diagnose": Door(lambda result: str(testing.diagnose(lambda x: result)) and 0, {"result": (T, D)}),
     "assert_attention_close": Door(
         within(lambda: suppress(AssertionError), testing.assert_attention_close), {"out": (B, H, T, D), **HEADS}
     ),
@@ -147,7 +157,15 @@ def of_transformers() -> dict[str, Door]:
     }
 
 
-DOORS |= of_transformers()
+def of_jax() -> dict[str, Door]:
+    try:
+        jax: Any = importlib.import_module("cattn.integrations.jax")
+    except ImportError:
+        return {}
+    return {"NumPy's, of JAX": Door(lambda **x: np.array(jax.dot_product_attention(**x)), HEADS)}
+
+
+DOORS |= of_transformers() | of_jax()
 each_door = pytest.mark.parametrize("name", DOORS)
 
 
@@ -264,8 +282,8 @@ THEIRS = r"requiring a storage size of|its data is not allocated yet"
 @each_door
 def test_a_tensor_without_its_memory_is_refused_by_name(name: str, dtype: Any) -> None:
     door = DOORS[name]
-    if name.startswith("assert") and dtype is torch.bfloat16:
-        pytest.skip("it compares with results in float64")
+    if name in ("assert_attention_close", "NumPy's, of JAX") and dtype is torch.bfloat16:
+        pytest.skip("it takes no bfloat16 tensors")
     for own in door.shapes:
         for make_lie in LIES.values():
             for gradients in {False, door.differentiable}:

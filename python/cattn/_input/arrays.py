@@ -85,6 +85,19 @@ def check_storage(tensor: Any, name: str) -> None:
         )
 
 
+def check_tensors(obj: Any, name: str) -> None:
+    """Do `check_storage` for a tensor of the CPU, and for each of a list; for what some other function reads."""
+    torch = sys.modules.get("torch")  # not imported: there are no tensors
+    if torch is None:
+        return
+    if isinstance(obj, (list, tuple)):
+        if obj and isinstance(obj[0], (list, tuple, torch.Tensor)):
+            for part in obj:
+                check_tensors(part, name)
+    elif isinstance(obj, torch.Tensor) and obj.is_cpu and obj.layout is torch.strided and not obj.is_nested:
+        check_storage(obj, name)
+
+
 def _from_torch(tensor: Any, name: str) -> Array:
     """Return a PyTorch tensor as an array on the same memory."""
     torch = sys.modules["torch"]
@@ -114,6 +127,7 @@ def read_array(obj: Any, name: str) -> Array:
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is not None and isinstance(obj, torch.Tensor):
         return _from_torch(obj, name)
+    check_tensors(obj, name)
     try:
         dlpack_only = hasattr(obj, "__dlpack__") and not any(
             hasattr(obj, protocol)
