@@ -76,8 +76,10 @@ def load_ml_dtype(name: str, reason: str) -> Any:
 
 def check_storage(tensor: Any, name: str) -> None:
     """Raise RuntimeError for a PyTorch tensor with elements that its storage does not have: freed, or shortened."""
-    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    wanted = (tensor.storage_offset() + sum(steps) + 1) * tensor.element_size() if tensor.numel() else 0
+    elements = tensor.numel()
+    if elements and not tensor.is_contiguous():
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    wanted = (tensor.storage_offset() + elements) * tensor.element_size() if elements else 0
     if wanted > (found := tensor.untyped_storage().nbytes()):
         state = "freed" if found == 0 else "shortened"
         raise RuntimeError(
