@@ -113,6 +113,9 @@ struct cattn_signature {
     O(scale)                                                                                                           \
     O(blocks)                                                                                                          \
     O(size)                                                                                                            \
+    O(exchange_api)                                                                                                    \
+    O(untyped_storage)                                                                                                 \
+    O(storage_offset)                                                                                                  \
     O(tanh)                                                                                                            \
     O(silu)
 

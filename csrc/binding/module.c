@@ -27,6 +27,9 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->scale = PyUnicode_InternFromString("scale")) != NULL &&
            (state->blocks = PyUnicode_InternFromString("blocks")) != NULL &&
            (state->size = PyUnicode_InternFromString("size")) != NULL &&
+           (state->exchange_api = PyUnicode_InternFromString("__dlpack_c_exchange_api__")) != NULL &&
+           (state->untyped_storage = PyUnicode_InternFromString("untyped_storage")) != NULL &&
+           (state->storage_offset = PyUnicode_InternFromString("storage_offset")) != NULL &&
            (state->tanh = PyUnicode_InternFromString("tanh")) != NULL &&
            (state->silu = PyUnicode_InternFromString("silu")) != NULL &&
            (state->torch_stream = cattn_torch_type(module)) != NULL;

@@ -21,7 +21,7 @@ struct dl_tensor {
     int32_t device, device_index;
     int32_t nd;
     struct dl_type type;
-    int64_t *dims, *strides; /* in elements; strides may be NULL, of a contiguous tensor */
+    int64_t *dims, *strides; /* in elements; strides may be NULL, but not PyTorch's */
     uint64_t offset;         /* of the first element, in bytes */
 };
 
@@ -49,8 +49,8 @@ struct dl_api {
 };
 
 /* The functions of a class of tensors, or NULL without an exception. */
-static const struct dl_api *api_of(PyObject *type) {
-    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+static const struct dl_api *api_of(const struct binding_state *state, PyObject *type) {
+    PyObject *capsule = PyObject_GetAttr(type, state->exchange_api);
     const struct dl_api *api = capsule != NULL ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     Py_XDECREF(capsule); /* the functions last as long as the process */
     PyErr_Clear();
@@ -96,33 +96,58 @@ static bool find_type(const struct binding_state *state, int number, struct dl_t
 
 /* ---- from tensors to arrays ---- */
 
+/* Whether the storage of the object, a tensor of PyTorch, has all its elements. A program may free or shorten it, and
+ * PyTorch's tensors of zeros have no memory; the description does not show either. False also after an exception. */
+static bool has_memory(const struct binding_state *state, PyObject *object, const struct dl_tensor *tensor) {
+    PyObject *storage = PyObject_CallMethodObjArgs(object, state->untyped_storage, NULL);
+    const Py_ssize_t n_bytes = storage != NULL ? PyObject_Size(storage) : -1;
+    PyObject *offset = n_bytes >= 0 ? PyObject_CallMethodObjArgs(object, state->storage_offset, NULL) : NULL;
+    const int64_t first = offset != NULL ? PyLong_AsLongLong(offset) : -1, size = tensor->type.bits / 8;
+    Py_XDECREF(storage);
+    Py_XDECREF(offset);
+    if (first < 0 || first > n_bytes / size || (uintptr_t)tensor->data == (uintptr_t)(first * size))
+        return false;
+    int64_t left = n_bytes / size - first - 1; /* elements after the first one */
+    for (int axis = 0; axis < tensor->nd; axis++) {
+        const int64_t steps = tensor->dims[axis] - 1, stride = tensor->strides[axis];
+        if (steps < 0)
+            return true;
+        if (stride < 0 || (stride > 0 && steps > left / stride))
+            return false;
+        left -= steps * stride;
+    }
+    return left >= 0;
+}
+
 static PyObject *array_on(const struct binding_state *state, const struct dl_tensor *tensor, PyObject *owner) {
     npy_intp dims[NPY_MAXDIMS], strides[NPY_MAXDIMS];
     const int type = type_of(state, tensor->type);
     if (tensor->device != DL_CPU || tensor->data == NULL || tensor->nd > NPY_MAXDIMS || type < 0)
         return NULL;
+    if ((tensor->strides == NULL && tensor->nd > 0) || !has_memory(state, owner, tensor))
+        return NULL;
     for (int axis = 0; axis < tensor->nd; axis++) {
         dims[axis] = (npy_intp)tensor->dims[axis];
-        if (tensor->strides != NULL)
-            strides[axis] = (npy_intp)tensor->strides[axis] * (tensor->type.bits / 8);
+        strides[axis] = (npy_intp)tensor->strides[axis] * (tensor->type.bits / 8);
     }
     PyArray_Descr *descr = PyArray_DescrFromType(type);
     if (descr == NULL)
         return NULL;
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, descr, tensor->nd, dims, tensor->strides ? strides : NULL,
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, descr, tensor->nd, dims, strides,
                                            (char *)tensor->data + tensor->offset, NPY_ARRAY_WRITEABLE, NULL);
     if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner)) < 0)
         Py_CLEAR(array);
     return array;
 }
 
-/* _array_of_tensor(tensor): an array on the tensor's memory, or None. It keeps the tensor. */
+/* _array_of_tensor(tensor): an array on the memory of a tensor of PyTorch, or None. It keeps the tensor. */
 PyObject *cattn_py_array_of_tensor(PyObject *module, PyObject *object) {
-    const struct dl_api *api = api_of((PyObject *)Py_TYPE(object));
+    const struct binding_state *state = cattn_state(module);
+    const struct dl_api *api = api_of(state, (PyObject *)Py_TYPE(object));
     struct dl_tensor tensor;
     PyObject *array = NULL;
     if (api != NULL && api->look != NULL && api->look(object, &tensor) == 0)
-        array = array_on(cattn_state(module), &tensor, object);
+        array = array_on(state, &tensor, object);
     PyErr_Clear();
     return array != NULL ? array : Py_NewRef(Py_None);
 }
@@ -173,8 +198,9 @@ static struct dl_managed *lend(const struct binding_state *state, PyArrayObject 
 PyObject *cattn_py_tensor_of_array(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("_tensor_of_array", n_args, 2))
         return NULL;
-    const struct dl_api *api = PyArray_CheckExact(args[0]) ? api_of(args[1]) : NULL;
-    struct dl_managed *managed = api != NULL ? lend(cattn_state(module), (PyArrayObject *)args[0]) : NULL;
+    const struct binding_state *state = cattn_state(module);
+    const struct dl_api *api = PyArray_CheckExact(args[0]) ? api_of(state, args[1]) : NULL;
+    struct dl_managed *managed = api != NULL ? lend(state, (PyArrayObject *)args[0]) : NULL;
     void *tensor = NULL;
     if (managed != NULL && api->give(managed, &tensor) != 0)
         tensor = NULL;

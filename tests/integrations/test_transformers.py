@@ -567,6 +567,10 @@ def test_a_mask_for_one_query_serves_all(side: str, padded: int) -> None:
     torch.testing.assert_close(out, right.transpose(1, 2))
     with pytest.raises(NotImplementedError, match=r"made its attention mask for .* = \(\d, 1, 11\) and attends with"):
         backend._attend(torch.nn.Module(), q, k[:, :, :9], k[:, :, :9], mask)
+    for queries, columns in ((5, 11), (1, 1)):  # a mask of one key, and what is known of the others does not fit
+        mask = backend._make_mask(2, 1, 1, attention_mask=torch.ones(2, columns))
+        with pytest.raises(NotImplementedError, match=r"= \(2, 1, 1\) and attends with \(2, \d, 11\)"):
+            backend._attend(torch.nn.Module(), q[:, :, :queries], k, k, mask)
 
 
 def test_bridgetower_and_gemma4_audio_are_right() -> None:

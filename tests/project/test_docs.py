@@ -182,6 +182,7 @@ NEEDS = {
     ">>> import torch": ["torch"],
     ">>> import jax": ["jax"],
     ">>> import transformers": ["torch", "transformers"],
+    ".bfloat16()": ["ml_dtypes"],
     "cattn.plot_attention(": ["matplotlib"],
     "from cattn.integrations.dask": ["dask"],
     "from cattn.integrations.keras": ["keras", "jax"],

@@ -74,6 +74,32 @@ def load_ml_dtype(name: str, reason: str) -> Any:
     return getattr(ml_dtypes, name)
 
 
+def check_storage(tensor: Any, name: str) -> None:
+    """Raise RuntimeError for a PyTorch tensor with elements that its storage does not have: freed, or shortened."""
+    elements = tensor.numel()
+    if elements and not tensor.is_contiguous():
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    wanted = (tensor.storage_offset() + elements) * tensor.element_size() if elements else 0
+    if wanted > (found := tensor.untyped_storage().nbytes()):
+        state = "freed" if found == 0 else "shortened"
+        raise RuntimeError(
+            f"{name} has a storage of {found} bytes, which was {state}: its shape and strides need {wanted}"
+        )
+
+
+def check_tensors(obj: Any, name: str) -> None:
+    """Do `check_storage` for a tensor of the CPU, and for each of a list; for what some other function reads."""
+    torch = sys.modules.get("torch")  # not imported: there are no tensors
+    if torch is None:
+        return
+    if isinstance(obj, (list, tuple)):
+        if obj and isinstance(obj[0], (list, tuple, torch.Tensor)):
+            for part in obj:
+                check_tensors(part, name)
+    elif isinstance(obj, torch.Tensor) and obj.is_cpu and obj.layout is torch.strided and not obj.is_nested:
+        check_storage(obj, name)
+
+
 def _from_torch(tensor: Any, name: str) -> Array:
     """Return a PyTorch tensor as an array on the same memory."""
     torch = sys.modules["torch"]
@@ -87,9 +113,11 @@ def _from_torch(tensor: Any, name: str) -> Array:
     bits, dtype = dtypes.get(tensor.dtype, (None, ""))
     foreign = None if bits is None else load_ml_dtype(dtype, f"{name} is a tensor of {dtype}")
     try:
-        return np.asarray(tensor) if foreign is None else np.asarray(tensor.view(bits)).view(foreign)
+        array = np.asarray(tensor) if foreign is None else np.asarray(tensor.view(bits)).view(foreign)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
+    check_storage(tensor, name)
+    return array
 
 
 def read_array(obj: Any, name: str) -> Array:
@@ -101,6 +129,7 @@ def read_array(obj: Any, name: str) -> Array:
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is not None and isinstance(obj, torch.Tensor):
         return _from_torch(obj, name)
+    check_tensors(obj, name)
     try:
         dlpack_only = hasattr(obj, "__dlpack__") and not any(
             hasattr(obj, protocol)

@@ -13,6 +13,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
+from cattn._input.arrays import check_tensors
 from cattn._input.names import public_names, with_hints
 from cattn._input.objects import BlockMask, Quantized, scale_error, split_blocks, split_scale
 
@@ -239,6 +240,7 @@ def shape_error(name: str, wanted: str, shape: tuple[int, ...]) -> ValueError:
 
 
 def as_array(obj: Any, name: str) -> Any:
+    check_tensors(obj, name)
     try:
         return jnp.asarray(obj)
     except (TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from ._eager_attention import (
     wants_a_tensor,
 )
 from .torch import scaled_dot_product_attention
+from .torch._tensors import converted
 
 __all__ = ["AttentionMask", "register", "set_attn_implementation"]
 __dir__ = public_names(globals())
@@ -182,6 +184,7 @@ class AttentionMask:
         config: Any,
         make_visible: Callable[[], Tensor],
         dtype: torch.dtype = torch.float32,
+        make_for_keys: Callable[[int], Any] = lambda keys: None,
     ) -> None:
         self.shape = shape
         self.options = options
@@ -189,6 +192,7 @@ class AttentionMask:
         self.dtype = dtype
         self._config = config
         self._make_visible = make_visible
+        self._make_for_keys = cache(make_for_keys)
         self._visible: Tensor | None = None
 
     ndim = 4
@@ -212,6 +216,14 @@ class AttentionMask:
         if self._visible is None:
             self._visible = self._make_visible()
         return self._visible
+
+    def for_keys(self, keys: int) -> AttentionMask:
+        """Return the mask as one of so many keys, of which the query is the last; itself if their padding is unknown.
+
+        A model whose first layer has a state asks that layer how many keys there are, and it has none.
+        """
+        found: AttentionMask | None = self._make_for_keys(keys)
+        return self if found is None else found
 
     def dense(self) -> Tensor:
         """Return the tensor of eager attention: 0 where a query sees a key, the least finite number elsewhere."""
@@ -313,6 +325,12 @@ def _make_mask(
         visible: Tensor = sdpa_mask(**dense)
         return visible
 
+    def make_for_keys(keys: int) -> Any:
+        if attention_mask is not None and attention_mask.shape[-1] != keys:
+            return None
+        given = (mask_function, attention_mask, config, dtype)
+        return _make_mask(batch_size, q_length, keys, keys - q_length, 0, *given, **options)
+
     if wants_a_tensor(type(config)):
         return _add_nothing_or_least(make_visible(), dtype)
     shape = (batch_size, 1, q_length, kv_length)
@@ -322,7 +340,7 @@ def _make_mask(
     found = _find_range(mask_function) if plain or not torch.compiler.is_compiling() else None
     if found is None:
         visible = make_visible()
-        return AttentionMask(shape, {}, visible, config, lambda: visible, dtype)
+        return AttentionMask(shape, {}, visible, config, lambda: visible, dtype, make_for_keys)
     offset = q_offset - kv_offset
     causal = found.upper == 0
     right = -1 if causal or found.upper is None else found.upper
@@ -341,7 +359,7 @@ def _make_mask(
     if attention_mask is not None:
         ends, between = _describe_padding(attention_mask, kv_length, kv_offset)
         call |= ends
-    return AttentionMask(shape, call, between, config, make_visible, dtype)
+    return AttentionMask(shape, call, between, config, make_visible, dtype, make_for_keys)
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
@@ -375,9 +393,12 @@ def _fit_mask(
     module: Any, mask: AttentionMask, wanted: tuple[int, int, int, int]
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Return a mask as arguments; one that was made for a single query or sequence serves all of them."""
+    if mask.shape[2:] == (1, 1) and wanted[2] == 1 < wanted[3]:
+        mask = mask.for_keys(wanted[3])
     if mask.shape == wanted:
         return mask.options, mask.attn_mask
-    if any(size not in (1, target) for size, target in zip(mask.shape, wanted, strict=True)):
+    fits = all(size in (1, target) for size, target in zip(mask.shape[:3], wanted[:3], strict=True))
+    if not fits or mask.shape[3] != wanted[3]:
         raise NotImplementedError(
             f"{type(module).__name__} made its attention mask for (B, T_q, T_k) = {(mask.shape[0], *mask.shape[2:])} "
             f'and attends with {(wanted[0], *wanted[2:])}: use attn_implementation="eager" for this model'
@@ -478,7 +499,7 @@ def _attend(
     _refuse_unknown(module, options)
     call, attn_mask = _read_mask(module, attention_mask, query, key, is_causal, sliding_window)
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
-        attn_mask = attn_mask.to(query.dtype)
+        attn_mask = converted(attn_mask, query.dtype, "attention_mask")
     for chosen in (indices, block_indices):
         if chosen is not None:
             attn_mask = _join(attn_mask, _find_selected(module, chosen, query, key))

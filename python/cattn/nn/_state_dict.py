@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._input.arrays import as_array, read_array
+from .._input.arrays import as_array, check_tensors, read_array
 from .._input.contexts import in_default_mode
 from ._files import printable
 
@@ -125,6 +125,7 @@ def _read(value: Any, key: str) -> Array:
     """Return value as an array of real numbers. PyTorch's parameters and halves are accepted."""
     torch: Any = sys.modules.get("torch")  # a caller with tensors has imported it
     if torch is not None and isinstance(value, torch.Tensor):
+        check_tensors(value, printable(key))
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
             value = value.float()

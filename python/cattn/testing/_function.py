@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._input.arrays import read_array
+from .._input.arrays import check_tensors, read_array
 from ._formulas import Positions, Problem
 
 Array = NDArray[Any]
@@ -205,6 +205,7 @@ class Subject:
 
 def _plain(given: Any) -> Floats:
     """Return an array or a tensor as a new array of float64."""
+    check_tensors(given, "result")
     given = given.detach().cpu() if hasattr(given, "detach") else given
     if hasattr(given, "double"):
         given = given.double()

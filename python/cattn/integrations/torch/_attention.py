@@ -32,7 +32,9 @@ from ._tensors import (
     as_array,
     as_tensor,
     check_class,
+    check_memory,
     check_tensor,
+    converted,
     dtype_of,
     is_causal_bias,
     is_readable,
@@ -136,9 +138,9 @@ def as_positions(value: Any, name: str) -> Any:
     return value
 
 
-def _own_array(tensor: Tensor) -> Any:
+def _own_array(tensor: Tensor, name: str) -> Any:
     """Return a copy of a tensor: the caller may change the tensor before backward runs."""
-    return as_array(tensor).copy()
+    return as_array(tensor, name).copy()
 
 
 def _is_any_transformed(operands: Sequence[Tensor], *others: Tensor | None) -> bool:
@@ -171,12 +173,18 @@ def check_inputs(query: Any, key: Any, value: Any) -> None:
     """Raise the error for tensors that cattn cannot read."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
+        check_class(tensor, name)
         dtype = dtype_of(tensor)
         if dtype in QUANTIZED:
             raise no_scale_error(name, dtype)
         if dtype not in DTYPES or dtype is not dtype_of(query):
             wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {dtype_of(query)}"
             raise TypeError(f"{name} has dtype {dtype}; {wanted}")
+
+
+def cast_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as autocast casts them."""
+    return tuple(converted(x, dtype_of(x), n) for n, x in (("query", query), ("key", key), ("value", value)))
 
 
 def check_others(others: dict[str, Any]) -> None:
@@ -229,7 +237,8 @@ def attend_at_once(
         options["compute_dtype"] = compute_dtype
     found: Tensor
     if attn_mask is None and not tokens_first(query):  # the shortest way, for most calls
-        array = recorded("cattn::attention", _of_arrays, as_array(query), as_array(key), as_array(value), **options)
+        arrays = as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
+        array = recorded("cattn::attention", _of_arrays, *arrays, **options)
         found = as_tensor(array, query.dtype)
     else:
         found = recorded("cattn::attention", forward, (*tensors, None, None), options, False, False)[0]
@@ -367,7 +376,7 @@ def scaled_dot_product_attention(
     ------
     TypeError, ValueError
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
-        and for an attn_mask of any other subclass of Tensor.
+        and for subclasses of Tensor with a ``__torch_function__`` of their own, but for these two as attn_mask.
     NotImplementedError
         For third derivatives, forward mode over forward mode, second derivatives of weights and with key_indices, and
         for alibi_slopes, scales or quantized tensors that require a gradient.
@@ -426,10 +435,10 @@ def scaled_dot_product_attention(
         others |= {"block_mask": blocks, "key_indices": key_indices}
         if not scaled:
             check_inputs(query, key, value)
-            query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
+            query, key, value = cast_inputs(query, key, value)
         check_others(others)
-        attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
-        bias = None if bias is None else bias.to(dtype_of(bias))
+        attn_mask = None if attn_mask is None else converted(attn_mask, dtype_of(attn_mask), "attn_mask")
+        bias = None if bias is None else converted(bias, dtype_of(bias), "bias")
     transformed = not direct and _is_any_transformed((query, key, value, *extras), alibi_slopes, key_scale, value_scale)
     gradients = torch.is_grad_enabled() and (
         query.requires_grad
@@ -440,6 +449,8 @@ def scaled_dot_product_attention(
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, but has no gradient: pass alibi_slopes.detach()")
     if bias is not None and attn_mask is not None and _is_followed(attn_mask, gradients, transformed):
+        check_memory(attn_mask, "attn_mask")
+        check_memory(bias, "bias")
         bias = attn_mask + bias  # both have the gradient of their sum
         attn_mask = None
     operands = (query, key, value, attn_mask, bias, sinks)
@@ -464,7 +475,7 @@ def scaled_dot_product_attention(
     else:
         read = _own_array if gradients else as_array
         options = {
-            name: read(option) if isinstance(option, Tensor) else option
+            name: read(option, name) if isinstance(option, Tensor) else option
             for name, option in options.items()
             if option is not None
         }

@@ -14,15 +14,15 @@ from cattn import functional
 
 from ..._input.names import with_hints
 from ..._input.types import Layout, LinearAttentionOutput
-from ._attention import are_tokens_first, as_positions, check_inputs, check_others
+from ._attention import are_tokens_first, as_positions, cast_inputs, check_inputs, check_others
 from ._derivatives import in_turn
-from ._operator import filled, guard, recorded, tensors_schema
+from ._operator import filled, guard, recorded, refuse_mixed_devices, tensors_schema
 from ._tensors import (
     DTYPES,
     as_array,
     as_tensor,
+    check_class,
     check_tensor,
-    dtype_of,
     is_batched,
     is_traceable,
     nobody_watches,
@@ -41,16 +41,16 @@ class _Differentiable:
     """
 
     def __init__(
-        self, name: str, what: str, tensors: list[str], n_gradients: int, numbers: str,
+        self, name: str, what: str, tensors: tuple[str, ...], n_gradients: int, numbers: str,
         shapes: Callable[..., Any], forward: Callable[..., Results], backward: Callable[..., Any],
     ) -> None:  # fmt: skip
         """Take cattn's function as one of tensors, and its gradients as a function that returns arrays."""
         self.name, self.what = name, f"cattn's {what} (torch.ops.cattn.{name})"
-        self.n, self.n_gradients = len(tensors), n_gradients
+        self.names, self.n, self.n_gradients = tensors, len(tensors), n_gradients
         self.forward, self.backward = forward, backward
-        schema = f"{tensors_schema(tensors, ('query', 'key', 'value', 'x', 'weight'))}, {numbers}"
+        schema = f"{tensors_schema([*tensors], ('query', 'key', 'value', 'x', 'weight'))}, {numbers}"
         gradients = f"(Tensor grad_out, Tensor grad_state, {schema}) -> ({', '.join(['Tensor'] * n_gradients)})"
-        self.operator = self._define(name, self._compute, f"({schema}) -> (Tensor, Tensor)", shapes)
+        self.operator = self._define(name, self._operate, f"({schema}) -> (Tensor, Tensor)", shapes)
         self.operator_backward = self._define(f"{name}_backward", self._differentiate, gradients, self._like)
         self.operator.register_autograd(partial(self._gradients, self.operator_backward), setup_context=self._save)
         self.operator_backward.register_autograd(self._refuse_second)
@@ -75,6 +75,12 @@ class _Differentiable:
         else:
             results = self.function.apply(*arguments)
         return LinearAttentionOutput(*results) if return_state else results[0]
+
+    def _operate(self, *arguments: Any) -> Results:
+        for name, tensor in zip(self.names, arguments, strict=False):
+            if tensor is not None:
+                check_class(tensor, name)
+        return self._compute(*arguments)
 
     def _compute(self, *arguments: Any, return_state: bool = True) -> Results:
         function = partial(self.forward, return_state=return_state)
@@ -128,8 +134,13 @@ class _Differentiable:
         return type(operator._name, (torch.autograd.Function,), {**made, "generate_vmap_rule": True})
 
 
-def _arrays(tensors: tuple[Tensor | None, ...]) -> list[Any]:
-    return [None if x is None else as_array(x) for x in tensors]
+def _arrays(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    return {n: None if x is None else as_array(x, n) for n, x in zip(names, tensors, strict=True)}
+
+
+_GRADIENTS = ("grad_out", "grad_state")
+_LINEAR = ("query", "key", "value", "decay", "beta", "state", "seq_lengths", "cu_seqlens")
+_CONV = ("x", "weight", "bias", "state")
 
 
 # ---- linear attention ------------------------------------------------------------------------------------------------
@@ -157,35 +168,33 @@ def _shapes(*arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return (*batch, *out), (*batch, *sequences, *states)
 
 
-def _linear_options(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    names = ("decay", "beta", "state", "seq_lengths", "cu_seqlens")
-    arrays = zip(names, _arrays(arguments[3:8]), strict=True)
-    return dict(arrays) | {"scale": arguments[8], "layout": arguments[9]}
+def _linear_arguments(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    return _arrays(_LINEAR, arguments[:8]) | {"scale": arguments[8], "layout": arguments[9]}
 
 
 def _linear_forward(*arguments: Any, return_state: bool) -> Results:
     query = arguments[0]
     function: Any = cattn.linear_attention  # the overloads do not see through **options
-    result = function(*_arrays(arguments[:3]), **_linear_options(arguments), return_state=return_state)
+    result = function(**_linear_arguments(arguments), return_state=return_state)
     if not return_state:
         return as_tensor(result, query.dtype), None
     return as_tensor(result.out, query.dtype), as_tensor(result.state)
 
 
 def _linear_backward(grad_out: Tensor, grad_state: Tensor, *arguments: Any) -> Any:
-    arrays, of_state = _arrays((grad_out, *arguments[:3])), as_array(grad_state)
-    return functional.linear_attention_backward(*arrays, grad_state=of_state, **_linear_options(arguments))
+    grads = _arrays(_GRADIENTS, (grad_out, grad_state))
+    return functional.linear_attention_backward(**grads, **_linear_arguments(arguments))
 
 
 def _linear_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    refuse_mixed_devices(arguments)
     query, (out, state) = arguments[0], _shapes(*arguments)
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     return query.new_empty(out), query.new_empty(state, dtype=dtype)
 
 
 _linear_attention = _Differentiable(
-    "linear_attention", "linear attention",
-    ["query", "key", "value", "decay", "beta", "state", "seq_lengths", "cu_seqlens"], 6, "float? scale, str layout",
+    "linear_attention", "linear attention", _LINEAR, 6, "float? scale, str layout",
     _linear_fake, _linear_forward, _linear_backward,
 )  # fmt: skip
 
@@ -262,7 +271,7 @@ def linear_attention(
     (torch.Size([3, 3]), torch.Size([3, 3]))
     """
     check_inputs(query, key, value)
-    query, key, value = (x.to(dtype_of(x)) for x in (query, key, value))
+    query, key, value = cast_inputs(query, key, value)
     seq_lengths = as_positions(seq_lengths, "seq_lengths")
     others = {"decay": decay, "beta": beta, "state": state, "seq_lengths": seq_lengths, "cu_seqlens": cu_seqlens}
     check_others(others)
@@ -272,28 +281,27 @@ def linear_attention(
 
 # ---- the short convolution -------------------------------------------------------------------------------------------
 def _conv_forward(*arguments: Any, return_state: bool) -> Results:
-    dtype, (x, weight, bias, state) = arguments[0].dtype, _arrays(arguments[:4])
+    dtype = arguments[0].dtype
     function: Any = functional.causal_conv
-    result = function(x, weight, bias, state=state, activation=arguments[4], return_state=return_state)
+    result = function(**_arrays(_CONV, arguments[:4]), activation=arguments[4], return_state=return_state)
     if not return_state:
         return as_tensor(result, dtype), None
     return as_tensor(result.out, dtype), as_tensor(result.state, dtype)
 
 
 def _conv_backward(grad_out: Tensor, grad_state: Tensor, *arguments: Any) -> Any:
-    grad, of_state, x, weight, bias, state = _arrays((grad_out, grad_state, *arguments[:4]))
-    return functional.causal_conv_backward(
-        grad, x, weight, bias, state=state, activation=arguments[4], grad_state=of_state
-    )
+    arrays = _arrays((*_GRADIENTS, *_CONV), (grad_out, grad_state, *arguments[:4]))
+    return functional.causal_conv_backward(**arrays, activation=arguments[4])
 
 
 def _conv_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    refuse_mixed_devices(arguments)
     x, weight = arguments[:2]
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-2], weight.shape[-1] - 1, x.shape[-1]))
 
 
 _causal_conv = _Differentiable(
-    "causal_conv", "short convolution", ["x", "weight", "bias", "state"], 4, "str? activation",
+    "causal_conv", "short convolution", _CONV, 4, "str? activation",
     _conv_fake, _conv_forward, _conv_backward,
 )  # fmt: skip
 

@@ -86,7 +86,8 @@ def recorded(name: str, function: Callable[..., Any], *arguments: Any, **options
 def _stored(tensor: Tensor, name: str, options: dict[str, Any]) -> Any:
     """Return a key or value as cattn's functions take it."""
     scale = options.get(f"{name}_scale")
-    return as_array(tensor) if scale is None else cattn.Quantized._of_argument(as_array(tensor), scale, name)
+    array = as_array(tensor, name)
+    return array if scale is None else cattn.Quantized._of_argument(array, scale, name)
 
 
 def _with_extras(
@@ -98,11 +99,11 @@ def _with_extras(
         blocks, size = options.pop("block_mask", None), options.pop("block_size", None)
         options["block_mask"] = None if blocks is None else cattn.BlockMask._of_argument(blocks, size)
     if attn_mask is not None:
-        options = {**options, "attn_mask": as_array(attn_mask)}
+        options = {**options, "attn_mask": as_array(attn_mask, "attn_mask")}
     if bias is not None:
-        options = {**options, "bias": as_array(bias)}
+        options = {**options, "bias": as_array(bias, "bias")}
     if sinks is not None:
-        options = {**options, "sinks": as_array(sinks)}
+        options = {**options, "sinks": as_array(sinks, "sinks")}
     return options
 
 
@@ -114,7 +115,7 @@ def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: boo
     query, key, value, attn_mask, bias, sinks = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     attention: Any = cattn.scaled_dot_product_attention  # the overloads do not see through **options
-    arrays = as_array(query), _stored(key, "key", options), _stored(value, "value", options)
+    arrays = as_array(query, "query"), _stored(key, "key", options), _stored(value, "value", options)
     options = _with_extras(options, attn_mask, bias, sinks)
     out = None
     if tokens_first(query):
@@ -210,10 +211,10 @@ def _backward_of_output(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
-        options = {**options, "grad_lse": as_array(grad_lse)}
+        options = {**options, "grad_lse": as_array(grad_lse, "grad_lse")}
     grads = cattn.attention_backward(
-        as_array(grad_out), as_array(query), _stored(key, "key", options), _stored(value, "value", options),
-        as_array(out), as_array(lse),
+        as_array(grad_out, "grad_out"), as_array(query, "query"), _stored(key, "key", options),
+        _stored(value, "value", options), as_array(out, "out"), as_array(lse, "lse"),
         **_with_extras(options, attn_mask, bias, sinks),
     )  # fmt: skip
     return _as_gradients(grads, operands, out.dtype)
@@ -225,8 +226,8 @@ def derive(
     """Return the derivatives of the output and of lse in the direction of the tangents; None is 0."""
     attention_jvp: Any = cattn.attention_jvp  # does not see through **options
     result = attention_jvp(
-        *_inputs(operands), **_tangents(tangents, operands), return_lse=True, out=as_array(out), lse=as_array(lse),
-        **_with_extras(_of_second_order(options), *operands[3:]),
+        *_inputs(operands), **_tangents(tangents, operands), return_lse=True, out=as_array(out, "out"),
+        lse=as_array(lse, "lse"), **_with_extras(_of_second_order(options), *operands[3:]),
     )  # fmt: skip
     return as_tensor(result.out_tangent, out.dtype), as_tensor(result.lse_tangent).to(torch.float64)
 
@@ -247,12 +248,13 @@ def backward_of_derivative(
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     options = _of_second_order(options)
     if grad_lse is not None:
-        options["grad_lse_tangent"] = as_array(grad_lse)
+        options["grad_lse_tangent"] = as_array(grad_lse, "grad_lse")
     dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
     attention_jvp_backward: Any = cattn.attention_jvp_backward
     grads = attention_jvp_backward(
-        as_array(grad_out), *_inputs(operands), as_array(out), as_array(lse), as_array(out_tangent),
-        as_array(lse_tangent.to(dtype)), **_tangents(tangents, operands), **_with_extras(options, *operands[3:]),
+        as_array(grad_out, "grad_out"), *_inputs(operands), as_array(out, "out"), as_array(lse, "lse"),
+        as_array(out_tangent, "out_tangent"), as_array(lse_tangent.to(dtype), "lse_tangent"),
+        **_tangents(tangents, operands), **_with_extras(options, *operands[3:]),
     )  # fmt: skip
     return _as_gradients(grads, operands, out.dtype)
 
@@ -260,7 +262,7 @@ def backward_of_derivative(
 def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     query, key, value = operands[:3]
     assert query is not None and key is not None and value is not None  # noqa: PT018
-    return as_array(query), as_array(key), as_array(value)
+    return as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
 
 
 def _of_second_order(options: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def _tangents(tangents: Operands, operands: Operands) -> dict[str, NDArray[Any]]
     of_bias = of_mask if operands[4] is None else of_bias
     names = ("query", "key", "value", "bias", "sinks")
     pairs = zip(names, (*inputs, of_bias, of_sinks), strict=True)
-    return {f"{name}_tangent": as_array(x) for name, x in pairs if x is not None}
+    return {n: as_array(x, n) for name, x in pairs if x is not None and (n := f"{name}_tangent")}
 
 
 def _as_gradients(grads: Any, operands: Operands, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -347,7 +349,7 @@ OPTIONS_SCHEMA = ", ".join(
 def read_options(*arguments: Any) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions, given an operator's arguments after the operands."""
     left = iter(arguments)
-    options: dict[str, Any] = {name: None if (a := next(left)) is None else as_array(a) for name in _ARRAYS}
+    options: dict[str, Any] = {name: None if (a := next(left)) is None else as_array(a, name) for name in _ARRAYS}
     seed = next(left)
     options["rng"] = None if seed is None else int(seed) % 2**64
     for name, kind in _NUMBERS:
@@ -450,7 +452,7 @@ class WithGradients(torch.autograd.Function):
 def attention_operator(*arguments: Any) -> Any:
     """Return the output, the log-sum-exp, and the weights or an empty tensor."""
     operands = arguments[:N_OPERANDS]
-    for name, tensor in (("attn_mask", operands[3]), ("bias", operands[4])):
+    for name, tensor in zip(OPERANDS, operands, strict=True):
         if tensor is not None:
             check_class(tensor, name)
     result = forward(operands, read_options(*arguments[N_OPERANDS:-1]), lse=True, weights=arguments[-1])
@@ -476,8 +478,16 @@ def filled(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
+def refuse_mixed_devices(arguments: Sequence[Any]) -> None:
+    """Raise ValueError where one tensor of several has no numbers: the result would be on the CPU, and nobody's."""
+    devices = sorted({str(x.device) for x in arguments if isinstance(x, Tensor)})
+    if len(devices) > 1:
+        raise ValueError(f"the tensors are on {' and '.join(devices)}; cattn computes on the CPU")
+
+
 @attention_operator.register_fake
 def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_mixed_devices(arguments)
     query, key, value = arguments[:3]
     rows = row_shape(query, key, value, arguments[PLACE["enable_gqa"]])
     key_indices = arguments[PLACE["key_indices"]]

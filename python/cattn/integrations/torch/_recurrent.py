@@ -11,17 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-import cattn
-
 from ._linear_attention import causal_conv, linear_attention
-from ._tensors import DTYPES, as_array, as_tensor, is_readable, nobody_watches
+from ._tensors import DTYPES, check_memory
 
 _CHUNKS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _STEPS = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention")
@@ -30,33 +27,21 @@ Function: TypeAlias = Callable[..., Any]
 Count: TypeAlias = Callable[[bool], None]  # a call, and whether cattn computes it
 
 
-def _is_ours(*tensors: Tensor | None) -> bool:
-    return all(x is None or (x.device.type == "cpu" and x.dtype in DTYPES) for x in tensors)
+def _is_ours(**tensors: Tensor | None) -> bool:
+    """Return whether cattn computes these tensors, whose memory must be there: PyTorch reads some of them first."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    ours = all(x.device.type == "cpu" and x.dtype in DTYPES for x in given.values())
+    for name, x in given.items():
+        if ours:
+            check_memory(x, name)
+    return ours
 
 
 # ---- the recurrence --------------------------------------------------------------------------------------------------
-def _step_in_place(inputs: list[Tensor], options: dict[str, Any], state: Tensor) -> Tensor | None:
-    """Return the output, with the new state in the place of the old one; None where something is recorded."""
-    tensors = [*inputs, *(x for x in options.values() if isinstance(x, Tensor)), state]
-    if not nobody_watches() or not all(map(is_readable, tensors)) or state.dtype is not torch.float32:
-        return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None
-    memory = as_array(state)
-    function: Any = cattn.linear_attention
-    arrays = {name: as_array(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-    out = function(*map(as_array, inputs), **arrays, state=memory, state_out=memory, layout="bthd")
-    return as_tensor(out, inputs[0].dtype)
-
-
 def _compute(
-    inputs: list[Tensor], bounds: Tensor | None, state: Tensor | None, in_place: bool, **options: Any
+    inputs: list[Tensor], bounds: Tensor | None, state: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the last state; tokens are the second axis of the inputs, and of ``decay`` and ``beta``."""
-    if bounds is None and in_place and state is not None:
-        out = _step_in_place(inputs, options, state)
-        if out is not None:
-            return out, state
+    """Return the output and a new last state; tokens are the second axis of inputs, ``decay`` and ``beta``."""
     if bounds is not None:
         inputs = [x[0] for x in inputs]
         options |= {name: options[name][0] for name in ("decay", "beta") if name in options}
@@ -77,7 +62,7 @@ def _bounds_of(x: Tensor, bounds: Tensor | None, seq_idx: Tensor | None) -> Tens
     return bounds
 
 
-def _make_rule(module: Any, theirs: Function, count: Count, steps: bool = False) -> Function:
+def _make_rule(module: Any, theirs: Function, count: Count) -> Function:
     """Return the gated delta rule with the arguments of the family's function, which computes what cattn cannot."""
     normalize = module.l2norm
 
@@ -86,7 +71,8 @@ def _make_rule(module: Any, theirs: Function, count: Count, steps: bool = False)
         initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        ours = not arguments and _is_ours(query, key, value, g, beta, initial_state)
+        given = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
+        ours = not arguments and _is_ours(**given)
         count(ours)
         if not ours:
             options |= {"initial_state": initial_state, "output_final_state": output_final_state}
@@ -100,8 +86,7 @@ def _make_rule(module: Any, theirs: Function, count: Count, steps: bool = False)
             inputs = [x.to(torch.float32) for x in (query, key, value)]
             if use_qk_l2norm_in_kernel:
                 inputs[:2] = (normalize(x, dim=-1, eps=1e-6) for x in inputs[:2])
-            in_place = steps and output_final_state
-            out, state = _compute(inputs, bounds, initial_state, in_place, decay=g, beta=beta)
+            out, state = _compute(inputs, bounds, initial_state, decay=g, beta=beta)
         return out.to(dtype), state if output_final_state else None
 
     return rule
@@ -117,7 +102,7 @@ def _make_lightning(module: Any, theirs: Function, count: Count) -> Function:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         cache = options.pop("past_key_values", cache)
         before = None if cache is None else cache.get_linear_cache(self.layer_idx)
-        ours = _is_ours(hidden_states, before)
+        ours = _is_ours(hidden_states=hidden_states, cache=before)
         count(ours)
         if not ours:
             found: tuple[Tensor, Tensor] = theirs(
@@ -128,11 +113,9 @@ def _make_lightning(module: Any, theirs: Function, count: Count) -> Function:
         qkv = hide_padding(self.act_fn(self.qkv_proj(hidden_states)), attention_mask)
         inputs = list(qkv.reshape(*tokens, self.num_attention_heads, -1).split(self.head_dim, 3))
         bounds = _bounds_of(qkv, options.get("cu_seq_lens_q"), options.get("seq_idx"))
-        # A forward hook may keep the state, which is the second result.
-        in_place = tokens[1] == 1 and not self._forward_hooks
         with torch.autocast("cpu", enabled=False):
             decay = -self.slope_rate.flatten().expand(*tokens, -1)
-            out, state = _compute(inputs, bounds, before, in_place, decay=decay, scale=1.0)
+            out, state = _compute(inputs, bounds, before, decay=decay, scale=1.0)
         out = self.norm(out.reshape(*tokens, -1))
         out = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out)
         if cache is not None:
@@ -148,7 +131,8 @@ def _make_conv(module: Any, theirs: Function, count: Count) -> Function:
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
         seq_idx: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        ours = activation in _ACTIVATIONS and _is_ours(hidden_states, weight, bias)
+        given = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
+        ours = activation in _ACTIVATIONS and _is_ours(**given)
         count(ours)
         if not ours:
             options |= {"activation": activation, "seq_idx": seq_idx}
@@ -172,7 +156,8 @@ def _make_update(module: Any, theirs: Function, count: Count) -> Function:
         hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:  # fmt: skip
-        ours = activation in _ACTIVATIONS and _is_ours(hidden_states, conv_state, weight, bias)
+        given = {"hidden_states": hidden_states, "conv_state": conv_state, "weight": weight, "bias": bias}
+        ours = activation in _ACTIVATIONS and _is_ours(**given)
         count(ours)
         if not ours:
             found: Tensor = theirs(hidden_states, conv_state, weight, bias, activation)
@@ -189,8 +174,7 @@ def _make_update(module: Any, theirs: Function, count: Count) -> Function:
 
 # ---- contexts --------------------------------------------------------------------------------------------------------
 _MAKERS: dict[str, Callable[[Any, Function, Count], Function]] = {
-    **dict.fromkeys(_CHUNKS, _make_rule),
-    **dict.fromkeys(_STEPS, partial(_make_rule, steps=True)),
+    **dict.fromkeys((*_CHUNKS, *_STEPS), _make_rule),
     "causal_conv1d_fn": _make_conv,
     "causal_conv1d_update": _make_update,
 }

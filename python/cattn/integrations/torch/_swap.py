@@ -23,6 +23,7 @@ import cattn
 from cattn._input.contexts import block
 
 from ... import _cattn
+from ..._input.arrays import check_storage
 from ...functional import linear
 from ._attention import ComputeDType, attend_at_once, read_compute_dtype, scaled_dot_product_attention
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses, notices
@@ -41,7 +42,8 @@ def _as_result(array: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 def _multiply(a: Tensor, b: Tensor, *, compute_dtype: str | None = None) -> Tensor:
     """Return a @ b, of matrices or of batches of them."""
-    return _as_result(_cattn._product(as_array(a), as_array(b).swapaxes(-1, -2), compute_dtype, False), a)
+    left, right = as_array(a, "the first factor"), as_array(b, "the second factor")
+    return _as_result(_cattn._product(left, right.swapaxes(-1, -2), compute_dtype, False), a)
 
 
 def _multiply_vector(a: Tensor, x: Tensor, *, compute_dtype: str | None = None) -> Tensor:
@@ -58,6 +60,8 @@ def _add(
 ) -> Tensor:  # fmt: skip
     """Return beta * added + alpha * a @ b, of halves rounded at the end. A factor of 0 leaves out its term."""
     wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
+    for x, name in ((a, "the first factor"), (b, "the second factor"), (added, "the added tensor")):
+        check_storage(x, name)  # PyTorch's conversions read what is not there
     if alpha == 0:
         a, b = torch.zeros_like(a), torch.zeros_like(b)
     product = multiply(a.to(wide), b.to(wide), compute_dtype=compute_dtype)
@@ -77,7 +81,8 @@ def _add_product(
 
 
 def _apply_layer(bias: Tensor, x: Tensor, weight: Tensor, compute_dtype: Any) -> Tensor:
-    return _as_result(linear(as_array(x), as_array(weight).T, as_array(bias), compute_dtype=compute_dtype), x)
+    arrays = as_array(x, "input"), as_array(weight, "weight").T, as_array(bias, "bias")
+    return _as_result(linear(*arrays, compute_dtype=compute_dtype), x)
 
 
 def _add_vector(
@@ -181,9 +186,11 @@ def _kernel_of_product(operator: _Operator, overload: str, theirs: Any) -> Calla
         if weight.dtype is torch.bfloat16:
             options["compute_dtype"] = _swap.compute_dtype
         result = compute(*arguments, **options)
-        if in_place:
-            return arguments[0].copy_(result)
-        return result if out is None else out.resize_(result.shape).copy_(result)
+        if in_place or out is not None:
+            target = arguments[0] if in_place else out.resize_(result.shape)
+            check_storage(target, "self" if in_place else "out")
+            return target.copy_(result)
+        return result
 
     return kernel
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ... import _cattn
-from ..._input.arrays import load_ml_dtype
+from ..._input.arrays import check_storage, load_ml_dtype
 from ..._input.objects import Quantized, no_scale_error, scale_error, split_scale
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -30,6 +30,7 @@ _functorch: Any = torch._C._functorch
 _private_torch: Any = torch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
+_inherited: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 without_compiler = (
     _private_torch._disable_dynamo
 )  # torch.compiler.disable, which imports the compiler with the first call
@@ -50,12 +51,14 @@ def run_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def as_array(tensor: Tensor) -> NDArray[Any]:
+def as_array(tensor: Tensor, name: str = "a tensor") -> NDArray[Any]:
     """Return the tensor's memory as an array; a tensor whose memory does not hold its numbers is copied."""
-    if type(tensor) in PLAIN and not tensor.is_neg() and not tensor._is_zerotensor():
+    if type(tensor) in PLAIN and not tensor.is_neg():
         found = _cattn._array_of_tensor(tensor)
         if found is not None:
             return found
+    if not tensor._is_zerotensor():
+        check_storage(tensor, name)
     try:
         array: NDArray[Any] = tensor.numpy(force=True)  # also detached
     except TypeError:  # a dtype that NumPy does not have
@@ -134,6 +137,20 @@ def is_traceable() -> bool:
 def nobody_watches() -> bool:
     """Return whether PyTorch only computes: nothing compiles, traces, transforms or intercepts operators."""
     return not is_traceable() and _functorch.peek_interpreter_stack() is None and _forward_ad._current_level < 0
+
+
+def check_memory(tensor: Tensor, name: str) -> None:
+    """Raise RuntimeError for a tensor that PyTorch's next function would read from memory that it does not have."""
+    if is_plain(tensor) and nobody_watches():
+        check_storage(tensor, name)
+
+
+def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return the tensor in a dtype; PyTorch's own conversion does not look whether the memory is there."""
+    if tensor.dtype is dtype:
+        return tensor
+    check_memory(tensor, name)
+    return tensor.to(dtype)
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -215,10 +232,15 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def check_class(tensor: Tensor, name: str) -> None:
-    """Refuse subclasses of tensors: the memory of some, such as PyTorch's causal biases, is uninitialised."""
-    # FakeTensor and the other classes that PyTorch traces with have no __torch_function__.
-    if not is_plain(tensor) and type(tensor).__torch_function__ is not torch._C._disabled_torch_function_impl:
-        raise TypeError(f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}")
+    """Refuse subclasses with a ``__torch_function__``: the memory of some, as PyTorch's causal biases, is not set."""
+    if is_plain(tensor):
+        return
+    own: Any = type(tensor).__torch_function__
+    # FakeTensor and the other classes that PyTorch traces with have none.
+    if own is _private._disabled_torch_function_impl or own.__func__ is _inherited:
+        return
+    cure = f"pass {name}.as_subclass(torch.Tensor) if its memory holds its numbers"
+    raise TypeError(f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: {cure}")
 
 
 def is_causal_bias(attn_mask: Any) -> bool:
@@ -256,8 +278,7 @@ def _read_scale(scale: Any, name: str) -> Tensor | None:
     if scale.dtype is torch.bool or scale.is_complex():
         raise TypeError(f"{name} has dtype {scale.dtype}; it must hold real numbers")
     _check_constant(scale, name)
-    single: Tensor = scale.to(torch.float32)
-    return single
+    return converted(scale, torch.float32, name)
 
 
 def _read_input(tensor: Any, name: str, scale: Any, dtype: torch.dtype) -> Tensor:
@@ -274,8 +295,7 @@ def _read_input(tensor: Any, name: str, scale: Any, dtype: torch.dtype) -> Tenso
         raise no_scale_error(name, tensor.dtype)
     if own not in DTYPES or own is not dtype:
         raise TypeError(f"{name} has dtype {own}; query has {dtype}")
-    wide: Tensor = tensor.to(own).to(torch.float64 if dtype is torch.float64 else torch.float32)
-    return wide
+    return converted(converted(tensor, own, name), torch.float64 if dtype is torch.float64 else torch.float32, name)
 
 
 def _split(stored: Any, name: str) -> tuple[Any, Any]:

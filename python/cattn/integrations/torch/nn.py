@@ -22,6 +22,7 @@ from ..._input.types import Window
 from ...functional._options import entries
 from ...nn._state_dict import LoadResult, match
 from ._attention import scaled_dot_product_attention
+from ._tensors import check_memory
 
 __all__ = ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper", "SelfAttention_v1", "SelfAttention_v2"]
 __dir__ = public_names(globals())
@@ -40,6 +41,7 @@ def _tokens(x: Tensor, d_in: int, context_length: int | None = None) -> Tensor:
         raise ValueError(f"x has shape {tuple(x.shape)}, wanted (T, {d_in}) or (B, T, {d_in})")
     if context_length is not None and x.shape[-2] > context_length:
         raise ValueError(f"x has {x.shape[-2]} tokens, context_length is {context_length}")
+    check_memory(x, "x")
     return x if x.ndim == 3 else x.unsqueeze(0)
 
 
