@@ -656,6 +656,16 @@ def arrays(*results: Any) -> Results:
     return flat
 
 
+def assert_near(got: Results, wanted: Results | None, bound: float) -> None:
+    """Compare results of a function with the reference, relative to the largest number of each array."""
+    assert wanted is not None
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        wide = b.astype(np.float64)
+        size = np.abs(wide).max(initial=0, where=np.isfinite(wide))
+        np.testing.assert_allclose(a.astype(np.float64), wide, rtol=0, atol=bound * (1 + size), strict=True)
+
+
 # Their products and sums are NumPy's, which depend on the floating-point mode, or on the BLAS.
 IN_NUMPY = {"attention_rollout", "head_scores", "get_alibi_slopes", "quantize", "dequantize", "Linear", "Dropout",
             "MultiHeadAttention", "KVCache"}  # fmt: skip

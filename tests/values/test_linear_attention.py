@@ -11,7 +11,7 @@ import pytest
 import cattn
 from cattn import functional, reference
 from support.calls import LIMITS, again, from_rng
-from support.functions import FUNCTIONS, arrays
+from support.functions import FUNCTIONS, arrays, assert_near
 
 NAMES = ("linear_attention", "linear_attention_backward", "causal_conv", "causal_conv_backward")
 RULES = list(itertools.product((None, "token", "row"), (False, True)))
@@ -27,13 +27,6 @@ def widened(call: dict[str, Any]) -> dict[str, Any]:
         return x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind in "fV" else x
 
     return {name: wide(x) for name, x in call.items() if name not in ("out", "state_out")}
-
-
-def assert_near(got: list[np.ndarray], wanted: list[np.ndarray], bound: float) -> None:
-    assert len(got) == len(wanted) > 0
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape
-        assert np.abs(a.astype(np.float64) - b).max(initial=0) <= bound * (1 + np.abs(b).max(initial=0))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,8 +134,14 @@ def test_a_wrong_argument_of_the_convolution_is_named(changes: dict[str, Any], s
 
 
 def test_numbers_of_heads_must_divide() -> None:
-    x = {n: np.ones((1, n, 5, 4)) for n in (2, 3, 4)}
+    x = {n: np.ones((1, n, 5, 4)) for n in (0, 1, 2, 3, 4)}
     with pytest.raises(ValueError, match=r"key has 2 heads .* value has 3: one must be a multiple"):
         cattn.linear_attention(x[2], x[2], x[3])
     with pytest.raises(ValueError, match=r"query has 3 heads .* the states have 4"):
         cattn.linear_attention(x[3], x[2], x[4])
+    for query, states in ((3, 0), (0, 1), (0, 2)):
+        with pytest.raises(ValueError, match=rf"query has {query} heads .* the states have {states}"):
+            cattn.linear_attention(x[query], x[states], x[states])
+        with pytest.raises(ValueError, match=rf"query has {query} heads .* the states have {states}"):
+            functional.linear_attention_backward(x[query], x[query], x[states], x[states])
+    assert cattn.linear_attention(x[0], x[0], x[0]).shape == (1, 0, 5, 4)
