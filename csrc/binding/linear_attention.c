@@ -1,8 +1,6 @@
 /* linear_attention.c -- linear_attention(...) and its gradients: take the arguments, freeze, check, allocate, run. */
 #include "args.h"
 
-#include <math.h>
-
 /* The inputs of gradients follow the inputs of linear attention. */
 enum { GRAD_OUT = N_LINEAR_INPUTS, GRAD_STATE, N_INPUTS };
 
@@ -92,7 +90,7 @@ static bool parse(struct call *call, PyObject *const *args, PyObject *grad_out, 
         return cattn_raise(PyExc_ValueError, "query: the array changed while the call read cu_seqlens");
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
-    params->scale = params->d_k > 0 ? 1 / sqrt((double)params->d_k) : 1;
+    cattn_default_scale(&params->d_k, &params->scale);
     PyObject *scale = args[LINEAR_ATTENTION_scale];
     return (scale == Py_None || cattn_arg_scale(scale, call->type, &params->scale)) &&
            cattn_arg_counts(call->state, args[LINEAR_ATTENTION_seq_lengths], "seq_lengths", params->seqlen,
