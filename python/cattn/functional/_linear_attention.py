@@ -458,9 +458,9 @@ def causal_conv_backward(
     >>> grad_weight
     array([[1., 3.]])
     """
-    named = (("grad_out", grad_out), ("x", x), ("weight", weight), ("bias", bias), ("state", state))
-    arrays = {name: as_array(array, name) for name, array in named if array is not None}
-    dtype = common_dtype(arrays.values(), "grad_out, x, weight, bias and state")
+    named = {"grad_out": grad_out, "x": x, "weight": weight, "bias": bias, "state": state, "grad_state": grad_state}
+    arrays = {name: as_array(array, name) for name, array in named.items() if array is not None}
+    dtype = common_dtype(arrays.values(), "grad_out, x, weight, bias, state and grad_state")
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     arrays = {name: array.astype(wide, copy=False) for name, array in arrays.items()}
     grad, given, filters = arrays["grad_out"], arrays["x"], arrays["weight"]
@@ -482,8 +482,8 @@ def causal_conv_backward(
     head = np.zeros((*given.shape[:-2], max(width - 1, 0), given.shape[-1]), wide)
     head[..., : min(tokens, width - 1), :] = grad[..., : width - 1, :]
     of_padded[..., : width - 1, :] = causal_conv(head, filters[:, ::-1])
-    if grad_state is not None:
-        last = as_array(grad_state, "grad_state")
+    if "grad_state" in arrays:
+        last = arrays["grad_state"]
         if last.shape != rows:
             raise ValueError(f"grad_state has shape {last.shape}, the state has {rows}")
         of_padded[..., tokens:, :] += last
