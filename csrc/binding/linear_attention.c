@@ -152,8 +152,8 @@ static enum cattn_status compute_backward(const void *params) { return cattn_lin
 /* params: forward itself, or what contains it. */
 static bool run(struct cattn_linear_attention_params *forward, enum cattn_status (*of)(const void *),
                 const void *params) {
-    const double elements =
-        (double)forward->n_batch * (double)forward->n_states * (double)forward->d_k * (double)forward->d_v;
+    const int64_t heads = forward->query_heads > forward->n_states ? forward->query_heads : forward->n_states;
+    const double elements = (double)forward->n_batch * (double)heads * (double)forward->d_k * (double)forward->d_v;
     const bool brief = elements * ((double)forward->seqlen + 1) <= CATTN_GIL_WORK;
     forward->num_threads = cattn_get_num_threads();
     return cattn_error_status(cattn_compute(brief, &forward->poll, of, params));

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import signal
 import sys
 import zipfile
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from cattn.nn._files import load_arrays, save_arrays
 from support import ROOT
 from support.calls import Call, Function, Limits, again, from_rng
 from support.functions import BY_BLAS, FUNCTIONS, OF_THE_PROCESS, arrays, assert_near
-from support.processes import run_command
+from support.processes import ALARM, run_command, set_alarm
 
 F = np.float32
 MOST = 2**48  # the limit of T_q, T_k, head_dim and d_v
@@ -164,6 +165,27 @@ def test_a_signal_stops_a_call_without_end(name: str) -> None:
     script = INTERRUPTED.format(call=ENDLESS[name], tests=str(ROOT / "tests"))
     done = run_command([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "stopped\n", done.stderr
+
+
+LONG_STEPS: dict[str, Callable[[], object]] = {
+    "a state of many rows": lambda: cattn.linear_attention(*[repeated(16, 2**20)] * 2, repeated(16, 1)),
+    "a wide convolution": lambda: cattn.functional.causal_conv(repeated(1, 100), repeated(100, 2**19)),
+}
+
+
+@pytest.mark.promise("Ctrl-C")
+@pytest.mark.parametrize("name", LONG_STEPS)
+def test_signals_are_seen_within_one_long_step(name: str) -> None:
+    """Signals come all the time, and handlers run about every 20 ms; a call without polls leaves one for its end."""
+    seen: list[int] = []
+    before = signal.signal(ALARM, lambda number, _: seen.append(number))
+    set_alarm(1e-3, 1e-3)
+    try:
+        LONG_STEPS[name]()
+    finally:
+        set_alarm(0)
+        signal.signal(ALARM, before)
+    assert len(seen) >= 4
 
 
 def without_size(call: Call, names: tuple[str, ...], axis: int) -> Call:

@@ -383,7 +383,7 @@ def _linear_attention_gradients(choose: Choose, limits: Limits) -> Call:
 
 
 def _convolved(choose: Choose, limits: Limits) -> Call:
-    batch, tokens, channels = choose(((), (2,))), choose((0, 1, 3, 17)), choose(limits.widths)
+    batch, tokens, channels = choose(((), (2,))), choose((0, 1, 3, 17)), choose((*limits.widths, 300))
     width, dtype = choose((1, 2, 4)), choose(STORED)
     call: Call = {"x": floats(choose, *batch, tokens, channels, dtype=dtype)}
     call["weight"] = floats(choose, channels, width, dtype=dtype)

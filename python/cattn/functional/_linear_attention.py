@@ -112,7 +112,8 @@ def linear_attention(  # type: ignore[empty-body]
     return_state : bool
         Also return the state after the last token.
     state_out : ndarray, shape (..., N, d_k, d_v), optional
-        Takes the state after the last token. It may be `state` itself: decoding in place.
+        Takes the state after the last token. It may be `state` itself: decoding in place. Ctrl-C in the call leaves it
+        new in some heads and old in others, so start again from a copy, or from the first token.
     out : ndarray, shape (..., max(N, N_q), T, d_v), optional
         Takes the output, any strides.
 
@@ -348,7 +349,7 @@ def causal_conv(  # type: ignore[empty-body]
     return_state : bool
         Also return the last K - 1 tokens.
     state_out : ndarray, shape (..., K - 1, C), optional
-        Takes them; it may be `state` itself.
+        Takes them; it may be `state` itself. Ctrl-C in the call may leave it new in part.
     out : ndarray, optional
         Takes the output: the shape of x, any strides.
 
