@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 import cattn
 from cattn import attention_weights, functional, scaled_dot_product_attention
 from cattn._input.arrays import is_bfloat16, refuse_masked
-from cattn._input.names import public_names, with_hints
+from cattn._input.names import no_name, public_names, with_hints
 
 try:
     from onnx import TensorProto
@@ -35,6 +35,7 @@ __all__ = [
     "linear_attention",
 ]
 __dir__ = public_names(globals())
+__getattr__ = no_name(globals())
 
 Array = NDArray[Any]
 STAGES: tuple[Literal["qk", "softcap", "mask", "softmax"], ...] = ("qk", "softcap", "mask", "softmax")
