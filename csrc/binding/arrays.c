@@ -53,6 +53,9 @@ PyArrayObject *cattn_new_at_line(int nd, const int64_t *dims, int type) {
         sizes[axis] = (npy_intp)dims[axis];
     PyObject *memory = PyArray_SimpleNew(1, &bytes, NPY_UBYTE), *array = NULL;
     if (memory == NULL) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_MemoryError, "Unable to allocate an array with shape %s and data type %S",
+                     cattn_show_shape(nd, dims).text, (PyObject *)descr);
         Py_DECREF((PyObject *)descr);
         return NULL;
     }
@@ -260,8 +263,8 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
     return type;
 }
 
-/* The two shapes of a mask that people pass in the wrong layout: (batch, keys), and one whose last axis has the size of
- * axis -3, since query and key are (..., tokens, heads, head_dim). */
+/* The shapes of a mask that people pass in the wrong layout: (batch, keys), (batch, queries, keys), and one whose last
+ * axis has the size of axis -3, since query and key are (..., tokens, heads, head_dim). */
 static void find_mask_hint(char *hint, size_t size, const struct cattn_array *mask, enum cattn_mask_kind kind, int nd,
                            const int64_t *dims) {
     enum { MOST_AXES = 5 };
@@ -271,6 +274,9 @@ static void find_mask_hint(char *hint, size_t size, const struct cattn_array *ma
         const char *between = &"None, None, None, "[(size_t)(MOST_AXES - nd) * strlen("None, ")];
         PyOS_snprintf(hint, size, ": to hide keys of whole batch entries pass %s[:, %s:]%s", mask->name, between,
                       kind == CATTN_MASK_ANY ? ", or key_value_seq_lengths" : "");
+    } else if (own == 3 && nd == 4 && mask->dims[0] == dims[0] && last == dims[3] &&
+               (mask->dims[1] == dims[2] || mask->dims[1] == 1)) {
+        PyOS_snprintf(hint, size, ": for all heads of a batch entry pass %s[:, None]", mask->name);
     } else if (kind != CATTN_MASK_BOOL && nd > 3 && last != dims[nd - 1] && last != 1 && last == dims[nd - 3]) {
         PyOS_snprintf(hint, size, ": " CATTN_LAYOUT_HINT);
     }

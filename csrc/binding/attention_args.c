@@ -6,8 +6,6 @@
 #include "attention_call.h"
 #include "fp_mode.h"
 
-#include <math.h>
-
 _Static_assert(OPERAND_query == 0 && OPERAND_key == 1 && OPERAND_value == 2, "loops over the three begin the table");
 
 static const char *name_of(int operand) { return cattn_operands[operand].name; }
@@ -188,9 +186,7 @@ static bool parse_scale(struct cattn_call *call, PyObject *scale) {
     struct cattn_attention_params *params = call->params;
     if (scale != Py_None)
         return cattn_arg_scale(scale, call->compute_type, &params->score_options.scale);
-    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
-    params->score_options.scale = params->head_dim > 0 ? 1.0 / sqrt((double)params->head_dim) : 1.0;
-    cattn_fp_leave(mode);
+    cattn_default_scale(&params->head_dim, &params->score_options.scale);
     return true;
 }
 

@@ -150,11 +150,11 @@ typedef PyObject *cattn_method(PyObject *module, PyObject *argument);
 typedef PyObject *cattn_fast_method(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 cattn_fast_method cattn_py_softmax_backward, cattn_py_rms_norm_backward, cattn_py_layer_norm_backward, cattn_py_product,
     cattn_py_linear_attention_backward, cattn_py_store, cattn_py_tensor_of_array;
-cattn_method cattn_py_array_of_tensor, cattn_py_are_scales, cattn_py_probability, cattn_py_shown,
-    cattn_py_in_default_mode, cattn_py_get_num_threads, cattn_py_set_num_threads, cattn_py_override_num_threads,
-    cattn_py_isa_list, cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path, cattn_py_has_tiles, cattn_py_block_keys,
-    cattn_py_chunk_keys, cattn_py_build_info, cattn_py_release, cattn_py_register, cattn_py_arguments,
-    cattn_py_operands, cattn_py_numbers;
+cattn_method cattn_py_array_of_tensor, cattn_py_are_scales, cattn_py_default_scale, cattn_py_probability,
+    cattn_py_shown, cattn_py_in_default_mode, cattn_py_get_num_threads, cattn_py_set_num_threads,
+    cattn_py_override_num_threads, cattn_py_isa_list, cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path,
+    cattn_py_has_tiles, cattn_py_block_keys, cattn_py_chunk_keys, cattn_py_build_info, cattn_py_release,
+    cattn_py_register, cattn_py_arguments, cattn_py_operands, cattn_py_numbers;
 
 /* Reads CATTN_ISA and CATTN_NUM_THREADS. ImportError: a wrong setting must not be a surprise later. */
 bool cattn_read_environment(void);

@@ -130,7 +130,14 @@ static bool make_results(struct call *call, PyObject *out, PyObject *state_out, 
     return true;
 }
 
-CATTN_DEFINE_RUN(run, cattn_causal_conv, cattn_conv_params)
+static enum cattn_status compute(const void *params) { return cattn_causal_conv(params); }
+
+static bool run(struct cattn_conv_params *p) {
+    const double rows = (double)p->n_batch * (double)p->seqlen + 1; /* one more for the weight, which may be copied */
+    const bool brief = rows * (double)p->n_channels * (double)p->width <= CATTN_GIL_WORK;
+    p->num_threads = cattn_get_num_threads();
+    return cattn_error_status(cattn_compute(brief, &p->poll, compute, p));
+}
 
 PyObject *cattn_body_causal_conv(struct binding_state *state, PyObject **args) {
     struct call call = {.state = state};
@@ -142,8 +149,7 @@ PyObject *cattn_body_causal_conv(struct binding_state *state, PyObject **args) {
         cattn_arg_flag(args[CAUSAL_CONV_return_state], "return_state", &wants_state) && check(&call) &&
         cattn_arg_counts(state, seq_lengths, "seq_lengths", call.params.seqlen, call.nd - 2, call.params.batch_shape,
                          &call.params.length, &call.lengths, &call.params.lengths) &&
-        make_results(&call, args[CAUSAL_CONV_out], args[CAUSAL_CONV_state_out], wants_state) &&
-        run(&call.params, call.out.array))
+        make_results(&call, args[CAUSAL_CONV_out], args[CAUSAL_CONV_state_out], wants_state) && run(&call.params))
         result = cattn_outputs_with_state(state, &call.out, &call.state_out, wants_state);
     for (int i = 0; i < N_INPUTS; i++)
         Py_XDECREF((PyObject *)call.inputs[i]);

@@ -48,6 +48,27 @@ static bool settle_numbers(PyArrayObject **numbers, const char *name, int64_t le
     return true;
 }
 
+/* The corner that a wrong word means, or NULL. */
+static const char *corner_of(PyObject *word) {
+    PyObject *lower = PyUnicode_Check(word) ? PyObject_CallMethod(word, "lower", NULL) : NULL;
+    const char *text = lower != NULL ? PyUnicode_AsUTF8AndSize(lower, NULL) : NULL;
+    const char *corner = NULL;
+    if (text != NULL && (strstr(text, "right") != NULL) != (strstr(text, "left") != NULL))
+        corner = strstr(text, "right") != NULL ? "lower_right" : "upper_left";
+    Py_XDECREF(lower);
+    PyErr_Clear();
+    return corner;
+}
+
+static bool error_corner(PyObject *word) {
+    const char *corner = corner_of(word);
+    if (corner == NULL)
+        return cattn_error_value(word, "is_causal must be False, True, 'upper_left' or 'lower_right'");
+    return cattn_raise(PyExc_ValueError,
+                       "is_causal must be False, True, 'upper_left' or 'lower_right', got %R: did you mean '%s'?", word,
+                       corner);
+}
+
 static bool parse_alignment(struct binding_state *state, PyObject *is_causal, struct cattn_range_args *args) {
     if (is_causal == Py_False || is_causal == Py_True) {
         args->is_causal = args->bare = is_causal == Py_True;
@@ -60,7 +81,7 @@ static bool parse_alignment(struct binding_state *state, PyObject *is_causal, st
     } else if (PyArray_IsScalar(is_causal, Bool)) {
         args->is_causal = args->bare = PyObject_IsTrue(is_causal) > 0;
     } else {
-        return cattn_error_value(is_causal, "is_causal must be False, True, 'upper_left' or 'lower_right'");
+        return error_corner(is_causal);
     }
     return true;
 }
@@ -81,6 +102,14 @@ static bool parse_window(PyObject *window_size, struct cattn_range_args *args) {
     args->left = args->right = CATTN_UNBOUNDED;
     if (window_size == Py_None)
         return true;
+    const bool is_number = PyLong_Check(window_size) && !PyBool_Check(window_size);
+    const long long keys = is_number ? PyLong_AsLongLong(window_size) : 0;
+    PyErr_Clear(); /* a number beyond all others */
+    if (keys > 0)
+        return cattn_raise(PyExc_TypeError,
+                           "window_size must be (left, right), the keys seen before and after a query's own, got int: "
+                           "pass (%lld, 0), or cattn.sliding_window(%lld)",
+                           keys - 1, keys);
     if (!PyTuple_Check(window_size) && !PyList_Check(window_size))
         return cattn_error_type("window_size",
                                 "(left, right), the keys seen before and after a query's own: (n - 1, 0) for n keys "

@@ -1,8 +1,6 @@
 /* linear_attention.c -- linear_attention(...) and its gradients: take the arguments, freeze, check, allocate, run. */
 #include "args.h"
 
-#include <math.h>
-
 /* The inputs of gradients follow the inputs of linear attention. */
 enum { GRAD_OUT = N_LINEAR_INPUTS, GRAD_STATE, N_INPUTS };
 
@@ -92,7 +90,7 @@ static bool parse(struct call *call, PyObject *const *args, PyObject *grad_out, 
         return cattn_raise(PyExc_ValueError, "query: the array changed while the call read cu_seqlens");
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
-    params->scale = params->d_k > 0 ? 1 / sqrt((double)params->d_k) : 1;
+    cattn_default_scale(&params->d_k, &params->scale);
     PyObject *scale = args[LINEAR_ATTENTION_scale];
     return (scale == Py_None || cattn_arg_scale(scale, call->type, &params->scale)) &&
            cattn_arg_counts(call->state, args[LINEAR_ATTENTION_seq_lengths], "seq_lengths", params->seqlen,
@@ -154,8 +152,8 @@ static enum cattn_status compute_backward(const void *params) { return cattn_lin
 /* params: forward itself, or what contains it. */
 static bool run(struct cattn_linear_attention_params *forward, enum cattn_status (*of)(const void *),
                 const void *params) {
-    const double elements =
-        (double)forward->n_batch * (double)forward->n_states * (double)forward->d_k * (double)forward->d_v;
+    const int64_t heads = forward->query_heads > forward->n_states ? forward->query_heads : forward->n_states;
+    const double elements = (double)forward->n_batch * (double)heads * (double)forward->d_k * (double)forward->d_v;
     const bool brief = elements * ((double)forward->seqlen + 1) <= CATTN_GIL_WORK;
     forward->num_threads = cattn_get_num_threads();
     return cattn_error_status(cattn_compute(brief, &forward->poll, of, params));

@@ -173,6 +173,7 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("_tensor_of_array", cattn_py_tensor_of_array),
     {"_array_of_tensor", cattn_py_array_of_tensor, METH_O, NULL},
     {"_are_scales", cattn_py_are_scales, METH_O, NULL},
+    {"_default_scale", cattn_py_default_scale, METH_O, NULL},
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},
     {"_shown", cattn_py_shown, METH_O, NULL},
     {"_in_default_mode", cattn_py_in_default_mode, METH_VARARGS, NULL},

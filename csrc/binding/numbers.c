@@ -146,3 +146,13 @@ PyObject *cattn_py_probability(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     return PyFloat_FromDouble(p);
 }
+
+/* _default_scale(width) */
+PyObject *cattn_py_default_scale(PyObject *Py_UNUSED(module), PyObject *width) {
+    int64_t n;
+    double scale;
+    if (!cattn_arg_count(width, "width", 0, INT64_MAX, &n))
+        return NULL;
+    cattn_default_scale(&n, &scale);
+    return PyFloat_FromDouble(scale);
+}

@@ -1,4 +1,5 @@
 /* numbers.c -- the bounds of numbers that hold for a whole call, and numbers in messages. See check.h. */
+#include "../fp_mode.h"
 #include "check.h"
 
 #include <math.h>
@@ -26,6 +27,12 @@ const char *cattn_number_fault(enum cattn_number_kind kind, double number, enum 
     default:
         return NULL;
     }
+}
+
+void cattn_default_scale(const int64_t *width, double *scale) {
+    const unsigned mode = cattn_fp_enter();
+    *scale = *width > 0 ? 1.0 / sqrt((double)*width) : 1.0;
+    cattn_fp_leave(mode);
 }
 
 /* ---- in messages ---- */

@@ -70,12 +70,16 @@ static struct cattn_state_columns state_at(const struct cattn_linear_attention_p
     };
 }
 
+/* Numbers that are cleared between two polls. */
+#define CLEARED 1000000
+
 /* The rows of tokens without effect, from `first` on, become 0; `element` bytes a number. */
 static void clear_rows(struct cattn_strided out, int64_t n_heads, int64_t first, int64_t end, int64_t n_columns,
-                       size_t element) {
+                       size_t element, struct cattn_worker *worker) {
     const int64_t together = out.col == 1 ? n_columns : 1; /* elements side by side */
+    const int64_t between = 1 + CLEARED / (n_columns + 1);
     for (int64_t head = 0; head < n_heads && out.data; head++)
-        for (int64_t row = first; row < end; row++)
+        for (int64_t row = first; row < end && (row % between != 0 || !cattn_should_stop(worker)); row++)
             for (int64_t c = 0; c < n_columns; c += together)
                 memset((char *)out.data + (head * out.head + row * out.row + c * out.col) * (int64_t)element, 0,
                        (size_t)together * element);
@@ -92,7 +96,7 @@ static void linear_task(void *context, int64_t task, struct cattn_worker *worker
     job->kernels->state_columns(&args);
     if (!p->edges)
         clear_rows(args.out, args.n_queries, args.n_tokens, p->seqlen, args.n_columns,
-                   cattn_stored_size(p->dtype, p->storage));
+                   cattn_stored_size(p->dtype, p->storage), worker);
 }
 
 /* Whole states if they are enough tasks, else pieces of them. */
@@ -205,14 +209,14 @@ static void tokens_task(void *context, int64_t task, struct cattn_worker *worker
     if (p->edges)
         return;
     const int64_t from = g.forward.n_tokens, end = p->seqlen;
-    clear_rows(g.grad_query, g.forward.n_queries, from, end, p->d_k, element);
-    clear_rows(g.grad_key, 1, from, end, p->d_k, element);
-    clear_rows(g.grad_value, 1, from, end, p->d_v, element);
-    clear_rows(g.grad_beta, 1, from, end, 1, element);
+    clear_rows(g.grad_query, g.forward.n_queries, from, end, p->d_k, element, worker);
+    clear_rows(g.grad_key, 1, from, end, p->d_k, element, worker);
+    clear_rows(g.grad_value, 1, from, end, p->d_v, element, worker);
+    clear_rows(g.grad_beta, 1, from, end, 1, element, worker);
     if (p->decay_by_row)
-        clear_rows(g.decay_rows, 1, from, end, p->d_k, element);
+        clear_rows(g.decay_rows, 1, from, end, p->d_k, element, worker);
     else
-        clear_rows(g.grad_decay, 1, from, end, 1, element);
+        clear_rows(g.grad_decay, 1, from, end, 1, element, worker);
 }
 
 static enum cattn_status run_tasks(struct gradient_job *job, int num_threads, int64_t size, int64_t each,

@@ -91,6 +91,15 @@ static struct token_block token_block(const struct cattn_state_columns *s) {
     return b;
 }
 
+/* A state of more rows is long: a pass over it takes as long as a poll may wait for. */
+#define LONG_STATE 16384
+
+/* The tokens of a block, fewer of a long state. Their number shows in no bit. */
+INLINE int64_t tokens_together(int64_t d_k) {
+    const int64_t n = CATTN_STATE_TOKENS * (int64_t)LONG_STATE / (d_k > LONG_STATE ? d_k : LONG_STATE);
+    return n > 0 ? n : 1;
+}
+
 INLINE const void *token_of(const struct cattn_state_columns *s, const struct cattn_strided *tensor, int64_t head,
                             int64_t token) {
     return stored_at(s->storage, tensor->data, head * tensor->head + token * tensor->row);
@@ -370,8 +379,9 @@ INLINE void run_strip(const struct cattn_state_columns *s, int64_t column, int n
     int before = 0;
     UNROLLED(j, w)
         update[j] = vf_set1(0);
-    for (int64_t token = 0; token < s->n_tokens && !stops(&s->stop); token += CATTN_STATE_TOKENS) {
-        const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+    const int64_t together = tokens_together(s->d_k);
+    for (int64_t token = 0; token < s->n_tokens && !stops(&s->stop); token += together) {
+        const int n = (int)min64(together, s->n_tokens - token);
         read_tokens(s, &b, before, token, n);
         run_block(s, &b, &strip, token, n, column, n_columns, w, run, update);
         before = n;

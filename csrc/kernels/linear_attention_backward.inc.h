@@ -51,8 +51,9 @@ INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column,
     int before = 0;
     UNROLLED(j, w)
         update[j] = retrieved[j] = vf_set1(0);
-    for (int64_t token = 0; token < s->n_tokens && !stops(&s->stop); token += CATTN_STATE_TOKENS) {
-        const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+    const int64_t together = tokens_together(s->d_k);
+    for (int64_t token = 0; token < s->n_tokens && !stops(&s->stop); token += together) {
+        const int n = (int)min64(together, s->n_tokens - token);
         if (run)
             read_tokens(s, &b, before, token, n);
         before = n;
@@ -187,9 +188,9 @@ INLINE void run_columns_back(const struct cattn_state_gradient *g, int64_t colum
     UNROLLED(j, w)
         grad_retrieved[j] = vf_set1(0);
     load_strip(&g->grad_final, state, s->d_k, column, n_columns, w);
-    const int64_t last = (s->n_tokens - 1) / CATTN_STATE_TOKENS * CATTN_STATE_TOKENS;
-    for (int64_t token = last; s->n_tokens > 0 && token >= 0 && !stops(&s->stop); token -= CATTN_STATE_TOKENS) {
-        const int n = (int)min64(CATTN_STATE_TOKENS, s->n_tokens - token);
+    const int64_t together = tokens_together(s->d_k), last = (s->n_tokens - 1) / together * together;
+    for (int64_t token = last; s->n_tokens > 0 && token >= 0 && !stops(&s->stop); token -= together) {
+        const int n = (int)min64(together, s->n_tokens - token);
         read_rows(s, &b, token, n);
         scale_queries(s, &b);
         for (int t = n - 1; t >= 0; t--) {
@@ -475,7 +476,7 @@ static void rows_forward(const struct cattn_state_gradient *g, const struct toke
     const struct cattn_state_columns *s = &g->forward;
     const int64_t d_v = g->d_v;
     const vf scale = vf_set1((real)s->scale);
-    for (int t = 0; t < n; t++) {
+    for (int t = 0; t < n && !(d_v > LONG_STATE && stops(&s->stop)); t++) {
         vf key[ROW_STRIP], factor[ROW_STRIP], retrieved[ROW_STRIP], read[ROW_STRIP];
         load_lanes(b->key + (1 + t) * s->d_k + row, n_rows, key);
         load_factors(s, b, t, row, n_rows, factor);
@@ -512,7 +513,7 @@ static void rows_back(const struct cattn_state_gradient *g, const struct token_b
         UNROLLED(j, ROW_STRIP)
             steps[t].of_update[j] = steps[t].of_decay[j] = vf_set1(0);
     }
-    for (int64_t first = 0; first < g->d_v; first += CATTN_CHAIN_TERMS)
+    for (int64_t first = 0; first < g->d_v && (first % LONG_STATE != 0 || !stops(&s->stop)); first += CATTN_CHAIN_TERMS)
         chains[retrieves][decays](g, b, c, steps, n, row, n_rows, first);
     for (int t = 0; t < n; t++) {
         vf retrieved[ROW_STRIP];

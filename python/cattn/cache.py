@@ -529,6 +529,7 @@ class KVCache(NoArray):
             self.reset()
             raise
 
+    @with_hints
     def fork(self) -> KVCache:
         """Return an independent copy with the same tokens and the same room for more.
 

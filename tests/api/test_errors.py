@@ -559,8 +559,25 @@ def test_arguments_of_other_meanings_get_the_right_one() -> None:
     x = np.zeros((2, 3, 4))
     with pytest.raises(TypeError, match=r"'num_heads': heads are an axis of the arrays, \(B, num_heads, T, head_dim\)"):
         cattn.causal_attention(x, x, x, num_heads=2)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"window_size must be \(left, right\).*\(n - 1, 0\) for n keys.*, got int"):
-        cattn.causal_attention(x, x, x, window_size=3)  # type: ignore[arg-type]
+    calls: dict[str, Callable[[], object]] = {
+        r"unpack the tuple, causal_attention\(\*arrays\)$": lambda: cattn.causal_attention((x, x, x)),  # type: ignore[call-overload]
+        r"unpack the list, linear_attention\(\*arrays\)$": lambda: cattn.linear_attention([x, x, x]),  # type: ignore[call-overload]
+        "'out' and 'lse': out and lse are results of the forward call, with return_lse=True$": (
+            lambda: cattn.attention_backward(x, x, x, x)  # type: ignore[call-arg]
+        ),
+        r"fork\(\) takes .*; pass \[cache\.fork\(\) for _ in range\(n\)\]": (
+            lambda: cattn.KVCache((), 1, 2, 3).fork(3)  # type: ignore[call-arg]
+        ),
+    }
+    for says, call in calls.items():
+        with pytest.raises(TypeError, match=says):
+            call()
+
+
+def test_a_state_beyond_memory_is_named_by_its_shape() -> None:
+    x = np.broadcast_to(np.float32(1), (1, 2**24))
+    with pytest.raises(MemoryError, match=r"array with shape \(16777216, 16777216\) and data type float32"):
+        cattn.linear_attention(x, x, x, return_state=True)
 
 
 def test_the_cure_for_a_masked_key_is_a_mask_of_its_keys() -> None:

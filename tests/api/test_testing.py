@@ -260,6 +260,18 @@ def changes_query(q: Array, k: Array, v: Array) -> Array:
     return softmax(np.where(hidden(q.shape[-2]), -np.inf, q @ np.swapaxes(k, -1, -2))) @ v
 
 
+class KeepsState:
+    """Linear attention whose state is that of the last call, unless the shapes are others."""
+
+    state: Any = None
+
+    def __call__(self, query: Array, key: Array, value: Array) -> Array:
+        shape = (*query.shape[:-2], query.shape[-1], value.shape[-1])
+        state = self.state if self.state is not None and self.state.shape == shape else None
+        out, self.state = cattn.linear_attention(query, key, value, state=state, return_state=True)
+        return np.asarray(out)
+
+
 F = -np.inf
 WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
     "linear, the state before the token": ("mask_off_by_one", lambda: diagnose(by_state("before"), kind="linear")),
@@ -270,6 +282,9 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
         lambda: diagnose(by_matrices(lambda s: np.tril(s, 1)), kind="linear"),
     ),
     "linear, twice the scale": ("different", lambda: diagnose(by_state("after", 2.0), kind="linear")),
+    "linear, all NaN": ("different", lambda: diagnose(by_matrices(lambda s: np.tril(s) * np.nan), kind="linear")),
+    "linear, infinite": ("different", lambda: diagnose(by_matrices(lambda s: np.tril(s) + np.inf), kind="linear")),
+    "linear, a state kept": ("keeps_state", lambda: diagnose(KeepsState(), kind="linear")),
     "linear, no scale": (
         "no_scale",
         lambda: diagnose(lambda q, k, v: cattn.linear_attention(q, k, v, scale=1.0), kind="linear"),
@@ -425,6 +440,16 @@ def test_wrong_attention_is_named(which: str) -> None:
     report = call()
     assert names(report)[0] == name, report
     assert len(set(names(report))) == 1, report
+
+
+def test_a_function_whose_calls_differ_is_told_why_and_errors_of_a_dtype_by_their_size() -> None:
+    (kept,) = diagnose(KeepsState(), kind="linear").mistakes
+    assert kept.text == "Two calls with the same arguments differ: a state is kept from the call before."
+    (drops,) = diagnose(drops_always).mistakes
+    assert drops.text == "Two calls with the same arguments differ: dropout, or a state kept from the call before."
+    text = diagnose(lambda *a: by_einsum(*(x.astype(np.float16).astype(float) for x in a)), ndim=2).mistakes[0].text
+    assert "errors of the size of float16" in text
+    assert "rotary" not in text
 
 
 def test_a_note_tells_where_fewer_queries_stand() -> None:

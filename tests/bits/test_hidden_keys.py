@@ -419,3 +419,17 @@ def test_hidden_keys_change_no_bit_of_random_calls(isa: str, data: st.DataObject
     right = everything(**call)
     for way, result in every_way(lambda: everything(**dirty), tiny=False):
         assert_same_bits(result, right, way)
+
+
+def test_blocks_of_queries_that_go_through_the_keys_together_have_windows_of_their_own() -> None:
+    """The windows are so long that blocks share key blocks, and so far apart that each starts at another one."""
+    rng = np.random.default_rng(1)
+    for n, window, head_dim, d_v in ((2383, 1484, 128, 64), (5100, 4100, 32, 32)):
+        query, key = rng.standard_normal((2, n, head_dim), np.float32)
+        value = rng.standard_normal((n, d_v), np.float32)
+        with cattn.num_threads(1):  # more threads have tasks of fewer blocks
+            whole = cattn.causal_attention(query, key, value, window_size=(window, 0))
+        for first in range(window, n - 5, 96):
+            rows = slice(first, first + 5)
+            few = cattn.causal_attention(query[rows], key, value, window_size=(window, 0), query_offset=first)
+            np.testing.assert_array_equal(whole[rows], few)

@@ -35,6 +35,14 @@ def compute(result: Any, **options: Any) -> Any:
     return result.compute(**{"scheduler": "synchronous", **options})
 
 
+def test_a_function_of_arrays_warns_that_it_loads_an_array_whole_and_the_module_says_what_it_has() -> None:
+    x = np.ones((2, 3))
+    with pytest.warns(UserWarning, match=r"^query is a dask array .* cattn\.integrations\.dask\.attention and linear"):
+        cattn.causal_attention(da.from_array(x), x, x)
+    with pytest.raises(AttributeError, match=r"no attribute 'causal_attention': it has attention, linear_attention$"):
+        _ = bridge.causal_attention
+
+
 def draw_chunks(draw: Callable[[Any], Any], n: int) -> tuple[int, ...]:
     ends = sorted({*draw(st.lists(st.integers(0, n), max_size=3)), n})
     return tuple(np.diff([0, *ends]).tolist())

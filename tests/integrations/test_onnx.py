@@ -320,11 +320,25 @@ def test_linear_attention_names_what_does_not_fit() -> None:
          heads | {"q_num_heads": 2}),
         ("past_state must have shape (1, 4, 2, 2), got (1, 4, 2)", (x, x, x, x[:, :4, :2].repeat(2, 1)[:, :4], numbers,
          numbers), heads),
-        ("kv_num_heads must divide the last axis of decay, 3", (x, x, x, None, numbers[..., :3], numbers), heads),
+        ("decay must have shape (1, 3, 4) or (1, 3, 8), got (1, 3, 3)", (x, x, x, None, numbers[..., :3], numbers),
+         heads),
+        ("decay must have shape (1, 3, 4) or (1, 3, 8), got (3, 4)", (x, x, x, None, numbers[0], numbers), heads),
+        ("decay must have shape (1, 3, 4) or (1, 3, 8), got (1, 1, 8)", (x, x, x, None, x[:, :1], numbers), heads),
+        ("beta must have shape (1, 3, 4) or (1, 3, 1), got (3, 4)", (x, x, x, None, numbers, numbers[0]), heads),
+        ("beta must have shape (1, 3, 4) or (1, 3, 1), got (1, 1, 4)", (x, x, x, None, numbers, numbers[:, :1]), heads),
+        ("value must have the batch and the tokens of query, (1, 3), got (2, 3)",
+         (x, x, x.repeat(2, 0), None, numbers, numbers), heads),
     ):  # fmt: skip
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             linear_attention(*given, **options)
         assert str(caught.value).startswith(message)
+
+
+def test_linear_attention_of_no_tokens_keeps_the_state() -> None:
+    x, state = inputs((2, 0, 8), (2, 4, 2, 2))
+    out, last = linear_attention(x, x, x, state, q_num_heads=4, kv_num_heads=4, update_rule="linear")
+    assert out.shape == (2, 0, 8)
+    np.testing.assert_array_equal(last, state)
 
 
 def test_the_convolution_names_what_does_not_fit() -> None:
@@ -333,6 +347,7 @@ def test_the_convolution_names_what_does_not_fit() -> None:
         ("weight must have shape (C, 1, K), got (3, 4)", (x, weight[:, 0]), {}),
         ("input must have shape (B, C, T), got (3, 8)", (x[0], weight), {}),
         ("activation must be 'none', 'silu' or 'swish', got 'gelu'", (x, weight), {"activation": "gelu"}),
+        ("past_state must have shape (2, 3, 3), got (1, 3, 3)", (x.repeat(2, 0), weight, None, x[..., :3]), {}),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             causal_conv_with_state(*given, **options)

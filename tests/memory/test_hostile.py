@@ -7,6 +7,8 @@ promises are in SECURITY.md.
 from __future__ import annotations
 
 import io
+import itertools
+import signal
 import sys
 import zipfile
 from collections.abc import Callable
@@ -19,10 +21,13 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import cattn
+from cattn import reference
 from cattn._cli.files import InputError, load
 from cattn.nn._files import load_arrays, save_arrays
 from support import ROOT
-from support.processes import run_command
+from support.calls import Call, Function, Limits, again, from_rng
+from support.functions import BY_BLAS, FUNCTIONS, OF_THE_PROCESS, arrays, assert_near
+from support.processes import ALARM, run_command, set_alarm
 
 F = np.float32
 MOST = 2**48  # the limit of T_q, T_k, head_dim and d_v
@@ -160,6 +165,67 @@ def test_a_signal_stops_a_call_without_end(name: str) -> None:
     script = INTERRUPTED.format(call=ENDLESS[name], tests=str(ROOT / "tests"))
     done = run_command([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "stopped\n", done.stderr
+
+
+LONG_STEPS: dict[str, Callable[[], object]] = {
+    "a state of many rows": lambda: cattn.linear_attention(*[repeated(16, 2**20)] * 2, repeated(16, 1)),
+    "a wide convolution": lambda: cattn.functional.causal_conv(repeated(1, 100), repeated(100, 2**19)),
+}
+
+
+@pytest.mark.promise("Ctrl-C")
+@pytest.mark.parametrize("name", LONG_STEPS)
+def test_signals_are_seen_within_one_long_step(name: str) -> None:
+    """Signals come all the time, and handlers run about every 20 ms; a call without polls leaves one for its end."""
+    seen: list[int] = []
+    before = signal.signal(ALARM, lambda number, _: seen.append(number))
+    set_alarm(1e-3, 1e-3)
+    try:
+        LONG_STEPS[name]()
+    finally:
+        set_alarm(0)
+        signal.signal(ALARM, before)
+    assert len(seen) >= 4
+
+
+def without_size(call: Call, names: tuple[str, ...], axis: int) -> Call:
+    """Return the call with nothing along an axis, counted from the end, of these arrays."""
+    return call | {name: call[name].take([], axis=call[name].ndim - axis) for name in names}
+
+
+def result_of(function: Function, call: Call) -> list[np.ndarray] | None:
+    """Return the results, or None for a call that is refused."""
+    try:
+        return arrays(function(**again(call)))
+    except (ValueError, TypeError):
+        return None
+
+
+def reference_of(name: str, call: Call) -> list[np.ndarray] | None:
+    """Return the results of the reference, on the numbers of the arrays, or None if it has no such function."""
+    if not hasattr(reference, name) or not isinstance(call.get("rng", 0), int):
+        return None
+    own = {"max_seqlen_q", "max_seqlen_k", "merged", "state_out", *(() if "lse" in call else ("out",))}
+    return arrays(getattr(reference, name)(**{option: x for option, x in call.items() if option not in own}))
+
+
+@pytest.mark.promise("sizes")
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore::cattn.CausalAlignmentWarning")
+def test_a_size_of_0_in_some_arrays_alone_is_refused_or_right() -> None:
+    """No heads, groups, rows, columns or batch in one array or in two, while the others have some."""
+    for name, (function, make) in FUNCTIONS.items():
+        if name in BY_BLAS | OF_THE_PROCESS:
+            continue
+        for seed in range(2):
+            call = make(from_rng(np.random.default_rng(seed)), Limits((1, 2, 5), (3, 5), (2, 3)))
+            some = [option for option, x in call.items() if isinstance(x, np.ndarray)]
+            for names in [*itertools.combinations(some, 1), *itertools.combinations(some, 2)]:
+                for axis in range(1, 1 + min(call[option].ndim for option in names)):
+                    changed = without_size(call, names, axis)
+                    if (found := result_of(function, changed)) is not None:
+                        right = reference_of(name, changed) or result_of(function, changed)
+                        assert right is not None
+                        assert_near(*([x for x in each if x.ndim > 0] for each in (found, right)), 0.05)
 
 
 MANY_NUMBERS = "np.lib.stride_tricks.sliding_window_view(np.zeros(2**18, np.int64), 2**17)"

@@ -105,12 +105,14 @@ def seed(choose: Choose) -> np.random.Generator:
 # ---- arrays ----------------------------------------------------------------------------------------------------------
 def lay_out(choose: Choose, a: np.ndarray) -> np.ndarray:
     """Return the same numbers with other strides."""
-    kind = choose(["C", "F", "reversed", "apart", "swapped"]) if a.ndim > 0 else "C"
+    kind = choose(["C", "F", "part of F", "reversed", "apart", "swapped"]) if a.ndim > 0 else "C"
     if a.ndim == 1:
         a = np.repeat(a[::-1] if kind == "reversed" else a, 3)[::3] if kind in ("apart", "reversed") else a
         return a[::-1] if kind == "reversed" else a
     if kind == "F":
         return np.asfortranarray(a)
+    if kind == "part of F":
+        return np.asfortranarray(np.concatenate([a, a]))[: len(a)]
     if kind == "reversed":
         return np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
     if kind == "apart":

@@ -383,7 +383,7 @@ def _linear_attention_gradients(choose: Choose, limits: Limits) -> Call:
 
 
 def _convolved(choose: Choose, limits: Limits) -> Call:
-    batch, tokens, channels = choose(((), (2,))), choose((0, 1, 3, 17)), choose(limits.widths)
+    batch, tokens, channels = choose(((), (2,))), choose((0, 1, 3, 17)), choose((*limits.widths, 300))
     width, dtype = choose((1, 2, 4)), choose(STORED)
     call: Call = {"x": floats(choose, *batch, tokens, channels, dtype=dtype)}
     call["weight"] = floats(choose, channels, width, dtype=dtype)
@@ -654,6 +654,16 @@ def arrays(*results: Any) -> Results:
         elif isinstance(result, (str, bool, int, float)):
             flat.append(np.asarray([ord(c) for c in result] if isinstance(result, str) else result))
     return flat
+
+
+def assert_near(got: Results, wanted: Results | None, bound: float) -> None:
+    """Compare results of a function with the reference, relative to the largest number of each array."""
+    assert wanted is not None
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        wide = b.astype(np.float64)
+        size = np.abs(wide).max(initial=0, where=np.isfinite(wide))
+        np.testing.assert_allclose(a.astype(np.float64), wide, rtol=0, atol=bound * (1 + size), strict=True)
 
 
 # Their products and sums are NumPy's, which depend on the floating-point mode, or on the BLAS.

@@ -231,7 +231,8 @@ TABLE = [
     wrong_type(ALL_THREE, "attn_mask has dtype complex128", attn_mask=ones(5, 6, dtype=complex)),
     wrong_type(ALL_THREE, "attn_mask has dtype object", attn_mask=ones(5, 6, dtype=object)),
     wrong_type(ALL_THREE, "attn_mask has dtype (longdouble|float128)", attn_mask=ones(5, 6, dtype=np.longdouble)),
-    wrong_type(ALL_THREE, "attn_mask has dtype <U6", attn_mask="causal"),
+    wrong_type(ALL_THREE, r"attn_mask must be an array, got 'causal': is_causal=True\?$", attn_mask="causal"),
+    wrong_type(ALL_THREE, "attn_mask must be an array, got str$", attn_mask="none"),
     wrong_type(ALL_THREE, r"attn_mask is a masked.*filled\(-np\.inf\)", attn_mask=np.ma.masked_array(ones(5, 6))),
     wrong_type(ALL_THREE, r"attn_mask is a masked.*filled\(False\)", attn_mask=np.ma.masked_array(ones(5, 6) > 0)),
     wrong_value(ALL_THREE, r"attn_mask has shape \(6, 5\), .*\(2, 4, 5, 6\)", attn_mask=ones(6, 5) > 0),
@@ -248,6 +249,10 @@ TABLE = [
         attn_mask=ones(2, 6) > 0,
     ),
     wrong_value(MASKED, r"mask has shape \(2, 6\), .*pass mask\[:, None, :\]$", mask=ones(2, 6) > 0),
+    wrong_value(
+        ALL_THREE, r"attn_mask has shape \(2, 5, 6\), .* pass attn_mask\[:, None\]$", attn_mask=ones(2, 5, 6) > 0
+    ),
+    wrong_value(ALL_THREE, r"bias has shape \(2, 5, 6\), .* pass bias\[:, None\]$", bias=ones(2, 5, 6)),
     wrong_value(MASKED, "axis 3 is out of bounds for scores with 3 dimensions", axis=3),
     wrong_type(MASKED, "axis must be an int, a tuple of ints or None", axis=1.5),
     wrong_type(ALL_THREE, r"\w+\(\) got an unexpected keyword argument 'seed': did you mean 'rng'\?$", seed=1),
@@ -258,6 +263,10 @@ TABLE = [
             (SDPA, WEIGHTS, "causal_mask", "masked_softmax"), "is_causal must be False, True, 'upper_left'", is_causal=x
         )
         for x in ("right", "Lower_Right", "", 1, 0, None, 1.0, ["lower_right"])
+    ],
+    *[
+        wrong_value(ANY_CAUSAL, rf"is_causal must be .*, got '{x}': did you mean '{meant}'\?$", is_causal=x)
+        for x, meant in (("lower-right", "lower_right"), ("BottomRight", "lower_right"), ("top_left", "upper_left"))
     ],
     wrong_value(ANY_CAUSAL, "is_causal='lower_", is_causal="lower_right", query_offset=1),
     *rows_for_offsets((SDPA, WEIGHTS, "masked_softmax")),
@@ -472,9 +481,14 @@ TABLE = [
     ],
     wrong_value(ALL_THREE, "alibi_slopes must be finite and not negative, got -1", alibi_slopes=[1.0, 1.0, -1.0, 1.0]),
     # windows and lengths
+    wrong_type(
+        (*ALL_THREE, "causal_mask"),
+        r"window_size must be \(left, right\), .*got int: pass \(2, 0\), or cattn\.sliding_window\(3\)$",
+        window_size=3,
+    ),
     *[
         wrong_type((*ALL_THREE, "causal_mask"), "window_size must be ", window_size=x)
-        for x in (3, "ab", (1.0, 0), (True, 0), {1, 2}, np.array([1, 2]))
+        for x in (-1, 10**30, "ab", (1.0, 0), (True, 0), {1, 2}, np.array([1, 2]))
     ],
     *[
         wrong_value((*ALL_THREE, "causal_mask"), "window_size must be ", window_size=x)
@@ -487,7 +501,10 @@ TABLE = [
             wrong_value(ALL_THREE, f"{name} must be between 0 and {most}, got {most + 1}", **{name: most + 1}),
             wrong_value(ALL_THREE, f"{name} must be between 0 and {most}, got -1", **{name: [2, -1]}),
             wrong_value(ALL_THREE, rf"{name} has shape \(3,\), which does not broadcast", **{name: [1, 2, 3]}),
-            wrong_type(ALL_THREE, f"{name} must be an int or an integer array, got dtype float64", **{name: [1.0]}),
+            wrong_type(
+                ALL_THREE, rf"{name} must be .*float64: pass np\.asarray\({name}\)\.astype\(int\)$", **{name: [1.0]}
+            ),
+            wrong_type(ALL_THREE, rf"{name} must be .*, got dtype float64: pass int\({name}\)$", **{name: 1.0}),
             wrong_type(ALL_THREE, f"{name} must be an int or an integer array, got bool", **{name: True}),
         )
     ],

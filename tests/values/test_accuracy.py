@@ -258,6 +258,14 @@ def _of_attention(module: Any, *call: Any, grad: Any = None) -> Any:
     return module.attention_backward(grad.astype(result.out.dtype), *call, result.out, result.lse)[:3]
 
 
+CONV = ("grad_out", "x", "weight", "bias", "state", "grad_state")
+
+
+def _of_convolution(module: Any, given: dict[str, Any]) -> Any:
+    shaped = {"weight": given["weight"][:3].T, "bias": given["bias"][0]}
+    return module.causal_conv_backward(**given | shaped | {name: given[name][:2] for name in ("state", "grad_state")})
+
+
 MIXED: dict[str, Callable[..., Any]] = {
     "linear": lambda m, a, b: m.linear(a, b),
     "linear, bias": lambda m, a, b: m.linear(a, a, b[0, :5]),
@@ -272,6 +280,20 @@ MIXED: dict[str, Callable[..., Any]] = {
     "layer_norm, bias": lambda m, a, b: m.layer_norm(a, a[0], b[1]),
     "layer_norm_backward, grad": lambda m, a, b: m.layer_norm_backward(b, a, a[0]),
     "layer_norm_backward, weight": lambda m, a, b: m.layer_norm_backward(a, a, b[0]),
+    "layer_norm_backward, x": lambda m, a, b: m.layer_norm_backward(a, b, a[0]),
+    "layer_norm_backward, no weight": lambda m, a, b: (*m.layer_norm_backward(a, b)[::2],),
+    "causal_conv": lambda m, a, b: m.causal_conv(a, b[:3].T),
+    "causal_conv, state": lambda m, a, b: (*m.causal_conv(a, a[:3].T, state=b[:2], return_state=True),),
+    **{
+        f"causal_conv_backward, {name}": lambda m, a, b, name=name: _of_convolution(
+            m, dict.fromkeys(CONV, a) | {name: b}
+        )
+        for name in CONV
+    },
+    "linear_attention, query": lambda m, a, b: m.linear_attention(b, a, a, scale=1),
+    "linear_attention, value": lambda m, a, b: m.linear_attention(a, a, b, scale=1),
+    "linear_attention_backward, grad": lambda m, a, b: m.linear_attention_backward(b, a, a, a, scale=1)[:3],
+    "linear_attention_backward, key": lambda m, a, b: m.linear_attention_backward(a, a, b, a, scale=1)[:3],
     "gelu_backward": lambda m, a, b: m.gelu_backward(a, b),
     "silu_backward": lambda m, a, b: m.silu_backward(a, b),
     "softmax_backward": lambda m, a, b: m.softmax_backward(a, abs(b) / 2048),

@@ -11,7 +11,7 @@ import pytest
 import cattn
 from cattn import functional, reference
 from support.calls import LIMITS, again, from_rng
-from support.functions import FUNCTIONS, arrays
+from support.functions import FUNCTIONS, arrays, assert_near
 
 NAMES = ("linear_attention", "linear_attention_backward", "causal_conv", "causal_conv_backward")
 RULES = list(itertools.product((None, "token", "row"), (False, True)))
@@ -29,20 +29,55 @@ def widened(call: dict[str, Any]) -> dict[str, Any]:
     return {name: wide(x) for name, x in call.items() if name not in ("out", "state_out")}
 
 
-def assert_near(got: list[np.ndarray], wanted: list[np.ndarray], bound: float) -> None:
-    assert len(got) == len(wanted) > 0
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape
-        assert np.abs(a.astype(np.float64) - b).max(initial=0) <= bound * (1 + np.abs(b).max(initial=0))
+def test_random_calls_are_those_of_the_reference() -> None:
+    """Of each function, each storage and each rule some that are longer than two blocks of tokens."""
+    for name, seed in itertools.product(NAMES, range(40)):
+        function, make = FUNCTIONS[name]
+        call = make(from_rng(np.random.default_rng(seed)), LIMITS)
+        wanted = getattr(reference, name)(**widened(call))
+        assert_near(arrays(function(**again(call))), arrays(wanted), tolerance(call))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(40))
-def test_random_calls_are_those_of_the_reference(name: str, seed: int) -> None:
-    function, make = FUNCTIONS[name]
-    call = make(from_rng(np.random.default_rng(seed)), LIMITS)
-    wanted = getattr(reference, name)(**widened(call))
-    assert_near(arrays(function(**again(call))), arrays(wanted), tolerance(call))
+def test_sums_have_the_documented_order() -> None:
+    """2**24 + 1 is 2**24 in float32, so sums that begin with the ones would be larger."""
+    key = np.zeros((1, 130), np.float32)
+    key[0, ::16] = 1
+    query = np.where(np.arange(130) == 0, np.float32(2**24), np.float32(1))[None]
+    assert cattn.linear_attention(query, key, np.ones((1, 1), np.float32), scale=1.0) == 2**24
+    x, grad = np.ones((20, 1), np.float32), np.ones((20, 1), np.float32)
+    grad[0] = 2**24
+    of_weight = functional.causal_conv_backward(grad, x, np.ones((1, 1), np.float32))[1]
+    assert of_weight == np.float32(2**24 + 19), "the sum over tokens is one of float64"
+
+
+def test_a_state_of_very_many_rows_or_columns_is_computed_in_shorter_blocks() -> None:
+    """No bit differs from one token at a time, and gradients are right."""
+    rng = np.random.default_rng(1)
+    for d_k, d_v in ((17000, 1), (1, 17000)):
+        q, k, v = (rng.standard_normal((17, d)).astype(np.float32) / np.float32(d**0.5) for d in (d_k, d_k, d_v))
+        decay, beta = -rng.random((17, d_k)).astype(np.float32), rng.random(17)
+        whole, last = cattn.linear_attention(q, k, v, decay=decay, beta=beta, return_state=True)
+        state = None
+        for t in range(17):
+            now = [x[t : t + 1] for x in (q, k, v, decay, beta)]
+            step = cattn.linear_attention(*now[:3], decay=now[3], beta=now[4], state=state, return_state=True)
+            state = step.state
+            np.testing.assert_array_equal(step.out, whole[t : t + 1])
+        np.testing.assert_array_equal(state, last)
+        grads, right = (
+            m.linear_attention_backward(v, q, k, v, decay=decay[:, 0], beta=beta) for m in (functional, reference)
+        )
+        assert_near(arrays(grads), arrays(right), 1e-4)
+
+
+def test_a_convolution_of_a_very_large_width_is_computed_in_parts_of_the_channels() -> None:
+    rng, width = np.random.default_rng(1), 70000
+    x, weight, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 70), (70, 3), 70))
+    wide = np.broadcast_to(np.float32(7), (70, width)).copy()
+    wide[:, -3:] = weight  # the factors before them meet no token
+    for given in (wide, np.asfortranarray(wide)):
+        found = functional.causal_conv(x, given, bias, activation="silu")
+        np.testing.assert_array_equal(found, functional.causal_conv(x, weight, bias, activation="silu"))
 
 
 @pytest.mark.parametrize(("decay", "beta"), RULES)
@@ -141,8 +176,14 @@ def test_a_wrong_argument_of_the_convolution_is_named(changes: dict[str, Any], s
 
 
 def test_numbers_of_heads_must_divide() -> None:
-    x = {n: np.ones((1, n, 5, 4)) for n in (2, 3, 4)}
+    x = {n: np.ones((1, n, 5, 4)) for n in (0, 1, 2, 3, 4)}
     with pytest.raises(ValueError, match=r"key has 2 heads .* value has 3: one must be a multiple"):
         cattn.linear_attention(x[2], x[2], x[3])
     with pytest.raises(ValueError, match=r"query has 3 heads .* the states have 4"):
         cattn.linear_attention(x[3], x[2], x[4])
+    for query, states in ((3, 0), (0, 1), (0, 2)):
+        with pytest.raises(ValueError, match=rf"query has {query} heads .* the states have {states}"):
+            cattn.linear_attention(x[query], x[states], x[states])
+        with pytest.raises(ValueError, match=rf"query has {query} heads .* the states have {states}"):
+            functional.linear_attention_backward(x[query], x[query], x[states], x[states])
+    assert cattn.linear_attention(x[0], x[0], x[0]).shape == (1, 0, 5, 4)

@@ -257,6 +257,12 @@ def test_a_live_view_needs_what_it_computes_from(core: bytes) -> None:
         cattn.view_attention(weights, query=query, key=key, live={"attn_mask": np.zeros((6, 6))})
     with pytest.raises(ValueError, match="one sink for all heads, got 4 different ones"):
         cattn.view_attention(weights, query=query, key=key, live={"sinks": [1, 2, 3, 4]})
+    for name, wrong in (
+        ("query_offset", np.array([1, 2])), ("query_offset", 1.5), ("window_size", 3), ("softcap", "a"),
+        ("alibi_slopes", [1, 2, 3]), ("sinks", "a"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"{name} (must be|has shape|has dtype)"):
+            cattn.view_attention(weights, query=query, key=key, live={name: wrong})
     with pytest.raises(TypeError, match="live must be a bool or a mapping of options, got str"):
         cattn.view_attention(weights, query=query, key=key, live="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="live is for weights"):

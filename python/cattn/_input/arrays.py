@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -126,6 +127,12 @@ def read_array(obj: Any, name: str) -> Array:
     if isinstance(obj, np.ndarray):
         return np.asarray(obj)
     refuse_objects(obj, name)
+    if type(obj).__module__.startswith("dask."):
+        warnings.warn(
+            f"{name} is a dask array and is loaded as a whole: cattn.integrations.dask.attention and linear_attention "
+            f"compute chunk by chunk. Pass {name}.compute() to silence this warning",
+            UserWarning, stacklevel=3,
+        )  # fmt: skip
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is not None and isinstance(obj, torch.Tensor):
         return _from_torch(obj, name)
@@ -324,9 +331,11 @@ def refuse_scalar(obj: object, name: str, of_scores: bool) -> None:
     """
     if name == "where" or isinstance(obj, np.floating):
         return
-    if isinstance(obj, (int, float, np.bool_)):
-        meant = ": is_causal=True?" if of_scores and isinstance(obj, (bool, np.bool_)) and obj else ""
-        shown = repr(obj) if isinstance(obj, (bool, np.bool_)) else type(obj).__name__  # an int may have many digits
+    if isinstance(obj, (int, float, np.bool_, str)):
+        causal = obj.lower().startswith("caus") if isinstance(obj, str) else isinstance(obj, (bool, np.bool_)) and obj
+        meant = ": is_causal=True?" if of_scores and causal else ""
+        short = isinstance(obj, (bool, np.bool_)) or (causal and isinstance(obj, str))
+        shown = repr(obj)[:20] if short else type(obj).__name__  # an int may have many digits
         raise TypeError(f"{name} must be an array, got {shown}{meant}")
 
 
@@ -377,7 +386,9 @@ def read_integers(obj: Any, name: str) -> int | Array:
         raise TypeError(f"{name} must be an int or an integer array, got {type(obj).__name__}") from None
     numbers = read_array(obj, name)
     if numbers.dtype.kind not in "iu" and numbers.size > 0:
-        raise TypeError(f"{name} must be an int or an integer array, got dtype {numbers.dtype}") from None
+        whole = f"int({name})" if numbers.ndim == 0 else f"np.asarray({name}).astype(int)"
+        cure = f": pass {whole}" if numbers.dtype.kind == "f" else ""
+        raise TypeError(f"{name} must be an int or an integer array, got dtype {numbers.dtype}{cure}") from None
     return numbers
 
 

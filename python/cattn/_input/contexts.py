@@ -74,7 +74,7 @@ def in_default_mode(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return _cattn._in_default_mode(function, args, kwargs)
         except TypeError as error:
-            add_hint(error, function)
+            add_hint(error, function, (*args, *kwargs.values()))
             raise
 
     return call

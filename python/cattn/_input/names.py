@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from .doors import why_refused
 
@@ -231,6 +231,16 @@ def no_attribute(name: str, own: Iterable[str], modules: Mapping[str, Iterable[s
     return AttributeError(f"module 'cattn' has no attribute {name!r}{hint}")
 
 
+def no_name(module: Mapping[str, Any]) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a module: an error that says what the module has."""
+
+    def raise_error(name: str) -> NoReturn:
+        has = ", ".join(module["__all__"])
+        raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}: it has {has}")
+
+    return raise_error
+
+
 def public_names(module: Mapping[str, Any]) -> Callable[[], list[str]]:
     """Return the ``__dir__`` of a module: its public names, and the names that Python gives it."""
     return lambda: sorted({*module["__all__"], *(name for name in module if name.startswith("__"))})
@@ -255,6 +265,20 @@ def _hint(name: str, parameters: Sequence[str]) -> str:
     return "" if right is None else f"did you mean {right!r}?"
 
 
+def _missing_advice(text: str, function: str, given: list[object]) -> str:
+    """Return the hint for positional arguments that are too few or too many, or ""."""
+    if "KVCache.fork() takes " in text:
+        return "it makes one copy; pass [cache.fork() for _ in range(n)] for n of them"
+    if " missing " not in text:
+        return ""
+    first = given[0] if len(given) == 1 else None
+    if isinstance(first, (tuple, list)) and len(first) > 1 and all(hasattr(each, "shape") for each in first):
+        return f"unpack the {type(first).__name__}, {function}(*arrays)"
+    if "'out' and 'lse'" in text or "'out', 'lse'" in text:
+        return "out and lse are results of the forward call, with return_lse=True"
+    return ""
+
+
 def add_hint(error: TypeError, function: Callable[..., Any], given: Iterable[object] = ()) -> None:
     """Add a hint to the error, raised by a call of this Python function, if its arguments did not bind.
 
@@ -266,6 +290,10 @@ def add_hint(error: TypeError, function: Callable[..., Any], given: Iterable[obj
     stranger = next((type(each) for each in given if hasattr(type(each), "_instead")), None)
     if stranger is not None and " missing " in str(error):
         error.args = (f"{error}, and got a {stranger.__name__}: {stranger._instead}",)  # type: ignore[attr-defined]
+        return
+    advice = _missing_advice(str(error), function.__name__, list(given))
+    if advice:
+        error.args = (f"{error}: {advice}",)
         return
     unknown = _UNKNOWN.match(str(error))
     if unknown is None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..functional import attention_weights
+from .._input.arrays import read_integers
+from ..functional import attention_weights, explain
 from ._contents import Weights
 
 OPTIONS = ("is_causal", "window_size", "softcap", "alibi_slopes", "sinks", "attn_mask", "query_offset")
+_NUMBERS = ("window_size", "softcap", "alibi_slopes", "sinks")
 MOST_CELLS = 2**22  # of one stage, all layers and heads; as the page has it
 
 
@@ -29,11 +31,12 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
         call |= {"is_causal": True, "query_offset": seqlen_k - seqlen_q if corner == "lower_right" else 0}
     if not {"is_causal", "attn_mask", "window_size"} & given.keys():
         call |= _mask_of(contents, call["query_offset"])
-    options = {
-        **_numbers_of(call, heads),
-        "scale": contents.operand_scale,
-        "offset": int(call["query_offset"]),
-    }
+    offset = read_integers(call["query_offset"], "query_offset")
+    if not isinstance(offset, int):
+        raise ValueError(f"live: query_offset must be one int for all heads, got an array of shape {offset.shape}")
+    empty = np.empty((1, heads, 1, 1), np.float32)
+    explain(empty, empty, empty, **{name: call[name] for name in _NUMBERS if name in call})  # names what is wrong
+    options = {**_numbers_of(call, heads), "scale": contents.operand_scale, "offset": offset}
     if call.get("attn_mask") is not None:
         mask = np.asarray(call["attn_mask"])
         if mask.dtype != np.bool_ or mask.shape != (seqlen_q, seqlen_k):

@@ -112,7 +112,8 @@ def linear_attention(  # type: ignore[empty-body]
     return_state : bool
         Also return the state after the last token.
     state_out : ndarray, shape (..., N, d_k, d_v), optional
-        Takes the state after the last token. It may be `state` itself: decoding in place.
+        Takes the state after the last token. It may be `state` itself: decoding in place. Ctrl-C in the call leaves it
+        new in some heads and old in others, so start again from a copy, or from the first token.
     out : ndarray, shape (..., max(N, N_q), T, d_v), optional
         Takes the output, any strides.
 
@@ -348,7 +349,7 @@ def causal_conv(  # type: ignore[empty-body]
     return_state : bool
         Also return the last K - 1 tokens.
     state_out : ndarray, shape (..., K - 1, C), optional
-        Takes them; it may be `state` itself.
+        Takes them; it may be `state` itself. Ctrl-C in the call may leave it new in part.
     out : ndarray, optional
         Takes the output: the shape of x, any strides.
 
@@ -458,9 +459,9 @@ def causal_conv_backward(
     >>> grad_weight
     array([[1., 3.]])
     """
-    named = (("grad_out", grad_out), ("x", x), ("weight", weight), ("bias", bias), ("state", state))
-    arrays = {name: as_array(array, name) for name, array in named if array is not None}
-    dtype = common_dtype(arrays.values(), "grad_out, x, weight, bias and state")
+    named = {"grad_out": grad_out, "x": x, "weight": weight, "bias": bias, "state": state, "grad_state": grad_state}
+    arrays = {name: as_array(array, name) for name, array in named.items() if array is not None}
+    dtype = common_dtype(arrays.values(), "grad_out, x, weight, bias, state and grad_state")
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     arrays = {name: array.astype(wide, copy=False) for name, array in arrays.items()}
     grad, given, filters = arrays["grad_out"], arrays["x"], arrays["weight"]
@@ -482,8 +483,8 @@ def causal_conv_backward(
     head = np.zeros((*given.shape[:-2], max(width - 1, 0), given.shape[-1]), wide)
     head[..., : min(tokens, width - 1), :] = grad[..., : width - 1, :]
     of_padded[..., : width - 1, :] = causal_conv(head, filters[:, ::-1])
-    if grad_state is not None:
-        last = as_array(grad_state, "grad_state")
+    if "grad_state" in arrays:
+        last = arrays["grad_state"]
         if last.shape != rows:
             raise ValueError(f"grad_state has shape {last.shape}, the state has {rows}")
         of_padded[..., tokens:, :] += last

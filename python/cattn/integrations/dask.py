@@ -22,7 +22,7 @@ from cattn import _cattn
 from cattn._input.arrays import as_bias, as_integers, as_mask, cast, is_quantized, read_array
 from cattn._input.checks import as_size
 from cattn._input.doors import DOORS
-from cattn._input.names import public_names, with_hints
+from cattn._input.names import no_name, public_names, with_hints
 from cattn._input.objects import (
     BlockMask,
     Quantized,
@@ -44,6 +44,7 @@ except ImportError as error:
 
 __all__ = ["attention", "linear_attention"]
 __dir__ = public_names(globals())
+__getattr__ = no_name(globals())
 
 da: Any = dask.array  # its functions have no types
 

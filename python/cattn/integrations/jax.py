@@ -5,7 +5,6 @@ XLA calls cattn's C code directly, as foreign functions: see _jax_derivatives.py
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any, NoReturn
 
@@ -74,7 +73,7 @@ def _read_options(inputs: Arrays, given: dict[str, Any], return_residual: Any) -
     blocks = None if block_size is None else BlockMask._of_argument(True, block_size)
     cattn.explain(rows, rows, rows, block_mask=blocks, **reals)
     if reals["scale"] is None:
-        reals["scale"] = 1 / math.sqrt(head_dim or 1)
+        reals["scale"] = _cattn._default_scale(head_dim)
     given = given | reals
     numbers = [part for name, kind in _NUMBERS.items() for part in _write_number(name, kind, given.get(name))]
     return Options(tuple(numbers), bool(return_residual))

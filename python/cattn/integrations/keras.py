@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import cattn
 from cattn._input.arrays import cast, is_bfloat16, load_ml_dtype
 from cattn._input.contexts import block
-from cattn._input.names import public_names
+from cattn._input.names import no_name, public_names
 
 try:
     import keras
@@ -25,6 +25,7 @@ except ImportError as error:
 
 __all__ = ["use_cattn"]
 __dir__ = public_names(globals())
+__getattr__ = no_name(globals())
 
 
 class _Swap:

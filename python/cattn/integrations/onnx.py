@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 import cattn
 from cattn import attention_weights, functional, scaled_dot_product_attention
 from cattn._input.arrays import is_bfloat16, refuse_masked
-from cattn._input.names import public_names, with_hints
+from cattn._input.names import no_name, public_names, with_hints
 
 try:
     from onnx import TensorProto
@@ -35,6 +35,7 @@ __all__ = [
     "linear_attention",
 ]
 __dir__ = public_names(globals())
+__getattr__ = no_name(globals())
 
 Array = NDArray[Any]
 STAGES: tuple[Literal["qk", "softcap", "mask", "softmax"], ...] = ("qk", "softcap", "mask", "softmax")
@@ -314,19 +315,29 @@ def linear_attention(
     k, v = (_with_heads(a, kv_num_heads, name, "kv_num_heads") for a, name in ((key, "key"), (value, "value")))
     if q_num_heads % kv_num_heads:
         raise ValueError(f"q_num_heads, {q_num_heads}, must be a multiple of kv_num_heads, {kv_num_heads}")
-    state = None if past_state is None else _computable(past_state, "past_state", None)
-    if state is not None and state.shape != (wanted_shape := (len(q), kv_num_heads, k.shape[-1], v.shape[-1])):
-        raise ValueError(f"past_state must have shape {wanted_shape}, got {state.shape}")
-    factors = None if decay is None else _computable(decay, "decay", None)
-    if factors is not None and factors.shape[-1:] != (kv_num_heads,):  # a number for each row of the state
-        factors = _with_heads(factors, kv_num_heads, "decay", "kv_num_heads")
-    rates = None if beta is None else _computable(beta, "beta", None)
+    tokens, d_k, d_v = q.shape[:2], k.shape[-1], v.shape[-1]
+    for name, array in (("key", k), ("value", v)):
+        if array.shape[:2] != tokens:
+            raise ValueError(f"{name} must have the batch and the tokens of query, {tokens}, got {array.shape[:2]}")
+    state = _of_shape(past_state, "past_state", (len(q), kv_num_heads, d_k, d_v))
+    factors = _of_shape(decay, "decay", (*tokens, kv_num_heads), (*tokens, kv_num_heads * d_k))
+    if factors is not None and factors.shape[2] != kv_num_heads:  # a number for each row of the state
+        factors = factors.reshape(*tokens, kv_num_heads, d_k)
+    rates = _of_shape(beta, "beta", (*tokens, kv_num_heads), (*tokens, 1))
     out, last = cattn.linear_attention(
         q, k, v, decay=factors, beta=rates, state=state, scale=scale or None, layout="bthd", return_state=True
     )
-    return out.reshape(*out.shape[:2], -1).astype(q.dtype, copy=False), last.astype(
+    return out.reshape(*tokens, q_num_heads * d_v).astype(q.dtype, copy=False), last.astype(
         q.dtype if state is None else state.dtype
     )
+
+
+def _of_shape(array: ArrayLike | None, name: str, *shapes: tuple[int, ...]) -> Array | None:
+    """Return an optional array, which must have one of these shapes: the operators do not broadcast them."""
+    given = None if array is None else _computable(array, name, None)
+    if given is not None and given.shape not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, dict.fromkeys(shapes)))}, got {given.shape}")
+    return given
 
 
 def _with_heads(array: ArrayLike, num_heads: int, name: str, argument: str) -> Array:
@@ -397,6 +408,7 @@ def causal_conv_with_state(
     for name, array, shape in (("input", x, "B, C, T"), ("weight", factors, "C, 1, K")):
         if array.ndim != 3 or (name == "weight" and array.shape[1] != 1):
             raise ValueError(f"{name} must have shape ({shape}), got {array.shape}")
+    _of_shape(past_state, "past_state", (len(x), x.shape[1], factors.shape[2] - 1))
     out, last = functional.causal_conv(
         x.swapaxes(1, 2), factors[:, 0], added, state=None if past is None else past.swapaxes(1, 2),
         activation=None if activation == "none" else "silu", return_state=True,

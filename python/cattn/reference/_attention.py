@@ -517,6 +517,7 @@ def varlen_attention_statistics(
         if field is None:
             continue
         edges = edges_k if name.startswith("received") else edges_q
-        rows = unpad(field.reshape(*field.shape[:3], -1), edges).swapaxes(0, 1)  # (H, total, 1 or top_k)
-        fields[name] = rows if name.startswith("top") else rows[..., 0]
+        is_list = name.startswith("top")
+        rows = unpad(field if is_list else field[..., None], edges).swapaxes(0, 1)  # (H, total, 1 or top_k)
+        fields[name] = rows if is_list else rows[..., 0]
     return AttentionStatistics(**fields)

@@ -13,6 +13,11 @@ from cattn._input.types import ComputeDType
 from ._shared import Floats, deliver, numbers, plain, quiet, rounded_to_bfloat16
 
 
+def _rows(x: Floats) -> Floats:
+    """Return all rows of an array in one matrix."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 @quiet
 def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6, *, out: Floats | None = None) -> Floats:
     """Return ``x / sqrt(mean(x**2) + eps) * weight`` over the last axis.
@@ -44,7 +49,7 @@ def rms_norm_backward(
     normed = given * factor
     weighted = grad if weight is None else grad * numbers(weight, "weight")
     grad_x = factor * (weighted - normed * (weighted * normed).mean(axis=-1, keepdims=True))
-    grad_weight = None if weight is None else (grad * normed).reshape(-1, given.shape[-1]).sum(axis=0)
+    grad_weight = None if weight is None else _rows(grad * normed).sum(axis=0)
     return grad_x, grad_weight
 
 
@@ -90,9 +95,8 @@ def layer_norm_backward(
     weighted = grad if weight is None else grad * numbers(weight, "weight")
     sideways = normed * (weighted * normed).mean(axis=-1, keepdims=True)
     grad_x = factor * (weighted - weighted.mean(axis=-1, keepdims=True) - sideways)
-    n = given.shape[-1]
-    grad_weight = None if weight is None else (grad * normed).reshape(-1, n).sum(axis=0)
-    return grad_x, grad_weight, grad.reshape(-1, n).sum(axis=0)
+    grad_weight = None if weight is None else _rows(grad * normed).sum(axis=0)
+    return grad_x, grad_weight, _rows(grad).sum(axis=0)
 
 
 Approximation = Literal["none", "tanh"]
@@ -231,13 +235,13 @@ def linear_backward(
     (array([[3., 4.]]), array([1., 0.]))
     """
     grad = numbers(grad_out, "grad_out")
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = _rows(grad)
     grad_x = grad_weight = None
     if weight is not None:
         grad_x = grad @ _factor(weight, "weight", compute_dtype)
     if x is not None:
         given = _factor(x, "x", compute_dtype)
-        grad_weight = rows.T @ given.reshape(-1, given.shape[-1])
+        grad_weight = rows.T @ _rows(given)
     return grad_x, grad_weight, rows.sum(axis=0)
 
 

@@ -191,7 +191,7 @@ def diagnose(
     ranks = (ndim,) if ndim else (3,) if splits else (2, 3) if inputs == 1 or projections else (2, 3, 4)
     libraries = [library] if library else library_of(function)
     masks = Masks(mask, padding, dropout, true_hides)
-    with prepared(function):
+    with prepared(function), np.errstate(all="ignore"):
         runs: list[Diagnosis] = []
         for each in libraries:
             subject = Subject(function, inputs, masks, each, dtype)
@@ -212,6 +212,7 @@ Floats = NDArray[np.float64]
 SHAPES = {2: "(T, D)", 3: "(B, T, D)", 4: "(B, H, T, D)"}
 _MOST = 3  # mistakes at a time
 _COLUMNS = 16  # of the result that are compared first
+_ROUNDED = 2.0**-7  # the largest error of a few roundings to halves, relative to the largest result
 _UNKNOWN = "The result differs from attention in a way that no known mistake explains."
 
 
@@ -312,14 +313,25 @@ class Diagnosis(Probe):
         else:
             small, pair = inputs, (first, other)
         mode = "In evaluation mode two" if hasattr(self.subject.function, "eval") else "Two"
-        text = f"{mode} calls with the same arguments differ: dropout is active where it must not be."
+        name, why = "dropout_in_evaluation", "dropout, or a state kept from the call before."
         cure = "Drop in training only: nn.Dropout, or F.dropout(weights, p, training=self.training)."
         if not hasattr(self.subject.function, "eval"):
             cure = "Give it an argument that turns dropout off; to test dropout itself, name that argument by dropout=."
+        if self.keeps_state(inputs):
+            name, why = "keeps_state", "a state is kept from the call before."
+            cure = "Start each call with a new state, or take the state as an argument and return it."
         named = self.named(small) | {"one call": pair[0], "another": pair[1]}
-        self.mistakes.append(Mistake("dropout_in_evaluation", text, cure, named))
-        self.not_checked.append("all else, because the results are random")
+        self.mistakes.append(Mistake(name, f"{mode} calls with the same arguments differ: {why}", cure, named))
+        self.not_checked.append("all else, because two calls differ")
         return False
+
+    def keeps_state(self, inputs: tuple[Floats, ...]) -> bool:
+        """Return whether values of 0 alone give a result other than 0, which no dropout does."""
+        if self.subject.num_inputs == 1 or self.projections is not None:  # a bias may be in the result
+            return False
+        self.call(inputs)
+        after = self.call((*inputs[:-1], np.zeros_like(inputs[-1])))
+        return bool(np.isfinite(after).all() and after.any())
 
     def check_rank(self, ndim: int) -> None:
         """Compare with formulas, or check properties, for arrays of one rank."""
@@ -432,14 +444,15 @@ class Diagnosis(Probe):
         """Return a sentence for a result that no formula explains."""
         got, (right, rows) = self.call(inputs, **masks), compute(self.problem(inputs, **masks), {})
         wrong = rows & ~np.isclose(got, right, rtol=0, atol=self.subject.tolerance * np.abs(right).max()).all(axis=-1)
-        with np.errstate(all="ignore"):
-            largest = float(np.abs(got - right)[rows].max(initial=0.0))
+        largest = float(np.abs(got - right)[rows].max(initial=0.0))
         text = f"{_UNKNOWN} {wrong.sum()} of {rows.sum()} rows differ, by up to {largest:.2g}."
         if not np.isfinite(got[rows]).all():
             text = f"{_UNKNOWN} {(~np.isfinite(got).all(axis=-1)).sum()} of {rows.size} rows hold NaN or infinity."
         cure = ""
         first = wrong.reshape(-1, wrong.shape[-1])[:, 0]
-        if self.causal and not masks and wrong.any() and not first.any():
+        if largest <= _ROUNDED * np.abs(right[rows]).max(initial=0.0):
+            text += " These are errors of the size of float16 or bfloat16: is something rounded to it inside?"
+        elif self.causal and not masks and wrong.any() and not first.any():
             text += " The first token, which sees only itself, agrees: rotary positions, or another bias of the scores?"
         if self.projections is not None:
             cure = "If it also has positions, norms or a window, weights=False checks its properties without a formula."
@@ -621,7 +634,7 @@ class Diagnosis(Probe):
         first, second = self.call(before, **masks), self.call(changed, **masks)
         size = np.abs(first[kept]).max(initial=0.0)
         difference = np.abs(second[kept] - first[kept]).max(initial=0.0)
-        if difference <= self.subject.tolerance * size:
+        if difference <= self.subject.tolerance * size or not np.isfinite(first).all():
             return None
         named = self.named(changed) | masks
         if difference > 10 * size and not masks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -217,9 +218,10 @@ def _plain(given: Any) -> Floats:
 
 @contextlib.contextmanager
 def _quiet(library: str) -> Iterator[None]:
-    """Compute without gradients and warnings of NumPy."""
+    """Compute without gradients and without warnings, such as NumPy's about tensors that it is given on trial."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         if library == "torch":
             stack.enter_context(_torch().no_grad())
         yield
