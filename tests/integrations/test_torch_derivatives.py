@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cattn
+from support import looped
 
 torch = pytest.importorskip("torch")
 from test_torch_attention import (  # noqa: E402
@@ -30,6 +32,7 @@ from test_torch_attention import (  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
@@ -548,22 +551,67 @@ def test_a_tensor_that_is_its_own_tangent_is_an_error_in_a_trace() -> None:
     torch.testing.assert_close(graph(x + t), torch.func.jvp(CALLS["function"], (x,), (x + t,))[1])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_tangent_inside_use_cattn_is_right_or_an_error(backend: str) -> None:
-    """It was 0 with the backend "eager"."""
-    x = tensor(1, 2, 4, 3)
+# Each takes a function of a tensor, the tensor, and a tangent.
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "a dual number": lambda f, x, t: tangent_of(f, x, t),
+    "autograd": lambda f, x, t: torch.autograd.grad(f(y := x.detach().requires_grad_()), y, t)[0],
+    "vjp": lambda f, x, t: torch.func.vjp(f, x)[1](t)[0],
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
+    "vmap": lambda f, x, t: torch.vmap(f)(x),
+    "jacfwd": lambda f, x, t: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x, t: torch.func.hessian(lambda y: (f(y) * t).sum())(x),
+    "vmap of jvp": lambda f, x, t: torch.vmap(lambda y, s: torch.func.jvp(f, (y,), (s,))[1])(x, t),
+    "jvp of grad": lambda f, x, t: torch.func.jvp(torch.func.grad(lambda y: f(y).square().sum()), (x,), (t,))[1],
+}
+CONTEXTS: dict[str, Any] = {
+    "use_cattn": bridge.use_cattn,
+    "linear": lambda: bridge.use_cattn(linear=True),
+    "batch_invariant": bridge.batch_invariant,
+}
 
-    def call(y: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
 
-    right = torch.func.jvp(lambda y: by_pytorch(y, y, y), (x,), (x,))
+def tangent_of(f: Any, x: Any, t: Any) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+
+
+WHEN = {"eager": ("before", "inside"), "aot_eager": ("inside",)}  # graphs of the latter keep PyTorch's kernels
+MADE = [(name, backend, made) for name in DERIVATIVES for backend, times in WHEN.items() for made in times]
+
+
+@looped("name, backend, made, context", [(*case, list(CONTEXTS)[(i + i // 3) % 3]) for i, case in enumerate(MADE)])
+def test_compiled_derivatives_inside_a_context_are_right_or_an_error(
+    name: str, backend: str, made: str, context: str
+) -> None:
+    """They were none or 0 with the backend "eager", where compiled code enters forward mode by itself."""
+    x, t, weight, bias = tensor(2, 3, 4), tensor(2, 3, 4), tensor(4, 4), tensor(4)
+
+    def attend(y: Any) -> Any:
+        z = torch.nn.functional.linear(y, weight, bias)
+        return torch.nn.functional.scaled_dot_product_attention(z, y.sin(), z, is_causal=True)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        right = DERIVATIVES[name](attend, x, t)
     torch.compiler.reset()
-    with bridge.use_cattn():
-        try:
-            found = torch.compile(lambda y: torch.func.jvp(call, (y,), (y,)), backend=backend)(x)
-        except NotImplementedError:
+    compiled = torch.compile(lambda x, t: DERIVATIVES[name](attend, x, t), backend=backend)
+    if made == "before":
+        compiled(x, t)
+    with CONTEXTS[context]():
+        if name == "jvp of grad" and made == "inside":
+            with pytest.raises(RuntimeError):  # the compiler's own, of fake tensors
+                compiled(x, t)
             return
+        found = compiled(x, t)
     torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_compiled_tangent_of_linear_attention_is_an_error(context: str) -> None:
+    x, t = tensor(1, 2, 4, 3), tensor(1, 2, 4, 3)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, t: tangent_of(lambda y: bridge.linear_attention(y, y, y), x, t), backend="eager")
+    with CONTEXTS[context](), pytest.raises(NotImplementedError, match="linear_attention"):
+        compiled(x, t)
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------

@@ -194,13 +194,13 @@ def check_others(others: dict[str, Any]) -> None:
             check_class(tensor, name)
 
 
-def _are_direct(query: Any, key: Any, value: Any) -> bool:
-    """Return whether PyTorch only computes, and cattn may read these three at once."""
+def _are_direct(query: Any, key: Any, value: Any, *others: Tensor | None) -> bool:
+    """Return whether PyTorch only computes, and cattn may read the first three at once."""
     return (
-        nobody_watches()
-        and is_readable(query)
+        is_readable(query)
         and is_readable(key)
         and is_readable(value)
+        and nobody_watches(query, key, value, *others)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -217,7 +217,7 @@ def attend_at_once(
     The tensors are query, key, value and the mask.
     """
     query, key, value, attn_mask = tensors
-    if not _are_direct(query, key, value) or not _have_one_dtype(query, key, value):
+    if not _are_direct(query, key, value, attn_mask) or not _have_one_dtype(query, key, value):
         return None
     if attn_mask is not None and not is_readable(attn_mask):
         return None
@@ -423,7 +423,7 @@ def scaled_dot_product_attention(
     blocks, block_size = read_block_mask(block_mask)
     extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
     direct = (
-        _are_direct(query, key, value)
+        _are_direct(query, key, value, *extras)
         and (scaled or _have_one_dtype(query, key, value))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))

@@ -151,9 +151,34 @@ def _make_elements(name: str, in_place: bool, theirs: Any) -> Kernel:
     return _kernel_of_elements(theirs, at, in_place, torch.library.get_kernel(f"aten::{name}", "CPU"))
 
 
+def _kernel_of_glu(theirs: Any, *, backward: bool = False) -> Kernel:
+    """Return the kernel of ``glu`` or of its gradient: the two factors are the halves of one tensor."""
+    functional = torch.library.get_kernel("aten::glu_backward" if backward else "aten::glu", "CPU")
+
+    def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
+        result: Tensor = theirs.call_boxed(keyset, *arguments, **options)
+        *grad, x = arguments[: 1 + backward]
+        dim = arguments[1 + backward] if len(arguments) > 1 + backward else options.get("dim", -1)
+        if result.numel() == 0:
+            return result
+        parts = [*grad, *x.chunk(2, dim)]
+        for i, target in enumerate(result.chunk(2, dim) if backward else [result]):
+
+            def compute(*given: Tensor, i: int = i) -> Tensor:
+                *grad, first, second = given
+                of_both = functional.call_boxed(keyset, *(g[None] for g in grad), torch.stack([first, second]), 0)
+                part: Tensor = of_both[i]
+                return part
+
+            target.copy_(_by_full_vectors(compute, parts, parts[0].shape))
+        return result
+
+    return kernel
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 # Operators whose rows may have other bits in another batch, and that have no kernel here.
-REFUSED = ("convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention_for_cpu")
+REFUSED = ("convolution", "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def kernel_that_refuses(name: str) -> Callable[..., NoReturn]:
@@ -508,6 +533,8 @@ REDUCTIONS: dict[str, Callable[[Any], Kernel]] = {
     **dict.fromkeys(("_log_softmax", "_log_softmax.out"), partial(_kernel_of_softmax, log=True)),
     "_softmax_backward_data": _kernel_of_softmax_gradient,
     "_log_softmax_backward_data": partial(_kernel_of_softmax_gradient, log=True),
+    **dict.fromkeys(("glu", "glu.out"), _kernel_of_glu),
+    **dict.fromkeys(("glu_backward", "glu_backward.grad_input"), partial(_kernel_of_glu, backward=True)),
     "native_batch_norm": _kernel_of_batch_norm,
     "native_layer_norm_backward": _kernel_of_layer_norm_gradient,
     **dict.fromkeys(("nll_loss_forward", "nll_loss_forward.output", "nll_loss2d_forward"), _kernel_of_nll),

@@ -70,7 +70,7 @@ class _Differentiable:
         tensors = [x for x in arguments[: self.n_gradients] if x is not None]
         if is_traceable():
             results = self.operator(*arguments)
-        elif nobody_watches() and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        elif nobody_watches(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             results = self._compute(*arguments, return_state=return_state)
         else:
             results = self.function.apply(*arguments)

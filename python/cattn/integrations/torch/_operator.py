@@ -434,7 +434,11 @@ class WithGradients(torch.autograd.Function):
     def backward(ctx: Any, *of_results: Tensor | None) -> Any:
         """Return the gradients of the operands, given the gradients of the output, lse and the weights."""
         *operands, out, lse = ctx.saved_tensors
-        if nobody_watches() and not torch.is_grad_enabled() and not any(map(is_batched_gradient, of_results)):
+        if (
+            not torch.is_grad_enabled()
+            and not any(map(is_batched_gradient, of_results))
+            and nobody_watches(*of_results)
+        ):
             grads = recorded("cattn::attention_backward", backward, *of_results, operands, out, lse, ctx.options)
             return (*grads, None, None)
         # compiled autograd, vmap over several gradients, or create_graph=True

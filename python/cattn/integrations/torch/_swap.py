@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - PyTorch's name for it
 
 import cattn
 from cattn._input.contexts import block
@@ -27,8 +26,9 @@ from ..._input.arrays import check_storage
 from ...functional import linear
 from ._attention import ComputeDType, attend_at_once, read_compute_dtype, scaled_dot_product_attention
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses, notices
+from ._layers import ATTENTION, RECURRENT, Composite, layers, register_fused
 from ._recurrent import recurrent_layers
-from ._tensors import DTYPES, as_array, as_plain, as_tensor, is_causal_bias, is_plain, is_traced, run_uncompiled
+from ._tensors import DTYPES, as_array, as_plain, as_tensor, is_causal_bias, is_plain, is_traced
 
 # A smaller weight is left to PyTorch, whose calls take less time. The number of rows does not count: bits would depend
 # on it.
@@ -210,9 +210,10 @@ class _Active:
         with self.lock:
             if self.products is None:
                 self.products = _products.register()
+                layers.register()
             if invariant and self.guards is None:
                 self.guards, notices.given = _guards.register(), False
-                _register_fused(self.guards)
+                register_fused(RECURRENT, self.guards)
             self.counters = (*self.counters, counter)  # a new one: a kernel may be reading the old one
             self.n_invariant += invariant
 
@@ -228,6 +229,7 @@ class _Active:
             if not self.counters:
                 self.products.reset()
                 self.products = None
+                layers.remove()
 
 
 _active = _Active()
@@ -279,15 +281,6 @@ _products = _Kernels(
 _guards = _Kernels(INVARIANT, REFUSED)
 
 
-def _register_fused(library: Any) -> None:
-    """Register the kernels of fused layers, which take nested tensors, too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, kernel in FUSED.items():
-            for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.NestedTensorCPU):
-                library.impl(name, key, kernel, False)
-
-
 @contextmanager
 def products_by_cattn(counter: Callable[[bool], None], *, invariant: bool = False) -> Iterator[None]:
     """Let cattn compute PyTorch's products of CPU tensors; `counter` learns of each whether cattn computed it.
@@ -302,86 +295,7 @@ def products_by_cattn(counter: Callable[[bool], None], *, invariant: bool = Fals
         _active.end(counter, invariant)
 
 
-def _each(function: Callable[..., tuple[Tensor, Any]], inputs: tuple[Tensor, ...], mask: Any) -> tuple[Tensor, Any]:
-    """Return the output of nested tensors, whose sequences are computed alone; no weights."""
-    if mask is not None:
-        raise NotImplementedError("batch_invariant() has no kernel for a nested tensor with a mask")
-    parts = [
-        function(*(x.unsqueeze(0) for x in each))[0].squeeze(0)
-        for each in zip(*(x.unbind() for x in inputs), strict=True)
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that they are a prototype
-        return torch.nested.as_nested_tensor(parts), None
-
-
-def _attend_fused(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
-    proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
-    average_attn_weights: bool = True, mask_type: int | None = None,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """Compute ``aten::_native_multi_head_attention``; the kinds of masks are of queries, of keys, and of both."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
-        padding = mask if mask_type == 1 else None
-        of_pairs = mask if mask_type != 1 else None
-        if of_pairs is not None and of_pairs.ndim == 4:
-            sizes = (query.shape[0], num_heads, query.shape[1], key.shape[1])
-            of_pairs = of_pairs.expand(sizes).flatten(0, 1)
-        out, weights = F.multi_head_attention_forward(
-            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), embed_dim, num_heads, qkv_weight,
-            qkv_bias, None, None, False, 0.0, proj_weight, proj_bias, training=False, key_padding_mask=padding,
-            need_weights=need_weights, attn_mask=of_pairs, average_attn_weights=average_attn_weights,
-        )  # fmt: skip
-        return out.transpose(0, 1), weights
-
-    if query.is_nested:
-        return _each(attend, (query, key, value), mask)
-    return attend(query, key, value)
-
-
-def _encode_fused(
-    src: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
-    proj_bias: Tensor, use_gelu: bool, norm_first: bool, eps: float, norm_weight_1: Tensor, norm_bias_1: Tensor,
-    norm_weight_2: Tensor, norm_bias_2: Tensor, ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor, mask: Tensor | None = None, mask_type: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute ``aten::_transformer_encoder_layer_fwd``."""
-
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, (embed_dim,), weight, bias, eps)
-
-    def attend(x: Tensor) -> Tensor:
-        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
-        return _attend_fused(x, x, x, embed_dim, num_heads, *weights, mask, need_weights=False, mask_type=mask_type)[0]
-
-    def feed_forward(x: Tensor) -> Tensor:
-        hidden = F.linear(x, ffn_weight_1, ffn_bias_1)
-        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), ffn_weight_2, ffn_bias_2)
-
-    def encode(x: Tensor) -> tuple[Tensor, None]:
-        first, second = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
-        if norm_first:
-            x = x + attend(norm(x, *first))
-            return x + feed_forward(norm(x, *second)), None
-        x = norm(x + attend(x), *first)
-        return norm(x + feed_forward(x), *second), None
-
-    return (_each(encode, (src,), mask) if src.is_nested else encode(src))[0]
-
-
-FUSED: dict[str, Callable[..., Any]] = {
-    "_native_multi_head_attention": _attend_fused,
-    "_transformer_encoder_layer_fwd": _encode_fused,
-}
-
-
-_operator: Any = torch.ops.aten.scaled_dot_product_attention.default
 _compiler: Any = importlib.import_module("torch.compiler.config") if find_spec("torch.compiler.config") else None
-_COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
-# Without and with autograd, and the transforms of torch.func, whose key comes first. The keys of autocast and of
-# TorchScript's tracer lie between, and call the next one.
-_KEYS = ("CPU", "AutogradCPU", "FuncTorchDynamicLayerFrontMode")
 
 
 @dataclass
@@ -459,7 +373,7 @@ def _pass_on(tensors: tuple[Any, ...], options: tuple[Any, ...], counts: bool) -
         mask = mask._materialize(query.device)
     dropout_p, is_causal, scale, enable_gqa = options
     numbers = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return _operator._op_dk(_COMPOSITE, query, key, value, mask, **numbers)
+    return _attention.compose(query, key, value, mask, **numbers)
 
 
 class _Swap:
@@ -467,7 +381,7 @@ class _Swap:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.library: Any = None
+        self.fused: Any = None  # the library of PyTorch's fast path
         self.tag: str | None = None
         self.seen: list[Seen] = []
         self.compute_dtypes: list[tuple[Seen, str | None]] = []
@@ -492,15 +406,9 @@ class _Swap:
 
     def begin(self, seen: Seen, compute_dtype: str | None) -> None:
         with self.lock:
-            if self.library is None:
-                self.library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
-                    for key in _KEYS:
-                        self.library.impl("scaled_dot_product_attention", _kernel, key)
-                # Modes that decompose operators, as the compiler's do, ask for this one.
-                _operator.py_kernels[_COMPOSITE] = _kernel
-                _operator._dispatch_cache.clear()
+            if not self.seen:
+                _attention.register()
+                self.fused = register_fused(ATTENTION)
                 self.tag = getattr(_compiler, "cache_key_tag", None)  # from PyTorch 2.7 on
             self.seen.append(seen)
             self._set_compute_dtypes([*self.compute_dtypes, (seen, compute_dtype)])
@@ -510,13 +418,11 @@ class _Swap:
             self.seen = [other for other in self.seen if other is not seen]
             self._set_compute_dtypes([entry for entry in self.compute_dtypes if entry[0] is not seen])
             if not self.seen:
-                self.library._destroy()
-                self.library = None
-                _operator.py_kernels.pop(_COMPOSITE, None)
-                _operator._dispatch_cache.clear()
+                _attention.remove()
+                self.fused.reset()
 
 
-_kernel = run_uncompiled(_attend)
+_attention = Composite("scaled_dot_product_attention", _attend)
 _swap = _Swap()
 
 
@@ -527,12 +433,12 @@ def use_cattn(*, linear: bool = False, compute_dtype: ComputeDType = None) -> It
 
     Inside the context the operator ``aten::scaled_dot_product_attention`` has cattn's kernels, whoever calls it: the
     function under any name, also if it was imported before, PyTorch's modules, ``torch.ops.aten``, TorchScript,
-    autocast and ``torch.func``. The following go to PyTorch as before: other devices and dtypes (also mixed dtypes,
-    unless autocast makes them one), tensors of one dimension, nested and sparse tensors, and subclasses with
-    ``__torch_dispatch__``. A wrong call raises PyTorch's error, whose context is cattn's. All threads of the process
-    share the kernels; PyTorch's own return when the last of several contexts ends. Results computed inside keep
-    cattn's backward pass outside. Recomputation by checkpointing must run inside. One object may be entered again, also
-    inside itself.
+    autocast and ``torch.func``. The fast path of PyTorch's modules is computed by its parts. The following go to
+    PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
+    dimension, nested and sparse tensors, and subclasses with ``__torch_dispatch__``. A wrong call raises PyTorch's
+    error, whose context is cattn's. All threads of the process share the kernels; PyTorch's own return when the last of
+    several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
+    must run inside. One object may be entered again, also inside itself.
 
     Attention that never comes to the operator is not seen; the documentation lists them.
 
@@ -577,8 +483,8 @@ def batch_invariant(*, compute_dtype: ComputeDType = None) -> Iterator[Seen]:
     ``use_cattn(linear=True)``. Sums, means, variances and norms are rounded once, from float64 or exact sums, so that
     zeros of padding change no bit. Element-wise functions such as ``silu`` and ``gelu``, of which PyTorch computes the
     last elements by another formula, get full vectors. Operators whose rows may depend on the batch, and that have no
-    such kernel, are a NotImplementedError: convolutions, recurrent layers of oneDNN, and attention that cattn does not
-    take. Everything else is PyTorch's; the documentation lists what was compared.
+    such kernel, are a NotImplementedError: convolutions, and attention that cattn does not take. Everything else is
+    PyTorch's; the documentation lists what was compared.
 
     Parameters
     ----------

@@ -31,6 +31,8 @@ _private_torch: Any = torch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
 _inherited: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_unpack_dual: Any = _private_torch._VF._unpack_dual  # works where the module knows of no level
 without_compiler = (
     _private_torch._disable_dynamo
 )  # torch.compiler.disable, which imports the compiler with the first call
@@ -134,9 +136,17 @@ def is_traceable() -> bool:
     )
 
 
-def nobody_watches() -> bool:
-    """Return whether PyTorch only computes: nothing compiles, traces, transforms or intercepts operators."""
-    return not is_traceable() and _functorch.peek_interpreter_stack() is None and _forward_ad._current_level < 0
+def nobody_watches(*tensors: Tensor | None) -> bool:
+    """Return whether PyTorch only computes: nothing compiles, traces, transforms or intercepts operators.
+
+    Compiled code enters forward mode without a word to the module, so that the tensors are asked where code may have
+    been compiled.
+    """
+    if is_traceable() or _functorch.peek_interpreter_stack() is not None or _forward_ad._current_level >= 0:
+        return False
+    if "torch._dynamo" not in sys.modules or not _private._is_fwd_grad_enabled():
+        return True
+    return not any(x is not None and x.is_floating_point() and _has_tangent(x) for x in tensors)
 
 
 def check_memory(tensor: Tensor, name: str) -> None:
@@ -188,8 +198,9 @@ def _has_tangent(tensor: Tensor) -> bool:
     """Return whether this tensor is one of forward-mode differentiation, whose tangents custom operators drop."""
     while _functorch.is_batchedtensor(tensor):  # torch.vmap has no rule for this question
         tensor = _functorch.get_unwrapped(tensor)
-    # There is one level, 0. Compiled code enters it without a word to the module.
-    return _forward_ad.unpack_dual(tensor, level=0).tangent is not None
+    if tensor.is_inference() or _private._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        return False  # PyTorch has no answer for tensors that no derivative follows
+    return _unpack_dual(tensor, level=0)[1] is not None  # there is one level, 0
 
 
 def untracked(
