@@ -29,6 +29,7 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
         call |= {"is_causal": True, "query_offset": seqlen_k - seqlen_q if corner == "lower_right" else 0}
     if not {"is_causal", "attn_mask", "window_size"} & given.keys():
         call |= _mask_of(contents, call["query_offset"])
+    _check(contents, call)
     options = {
         **_numbers_of(call, heads),
         "scale": contents.operand_scale,
@@ -41,7 +42,6 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"live: attn_mask must be {wanted}, got {mask.dtype} of shape {mask.shape}")
         hidden = np.argwhere(~mask)
         options["cells"] = [f"{q},{k}" for q, k in hidden]
-    _check(contents, call)
     return options
 
 
@@ -56,7 +56,7 @@ def _mask_of(contents: Weights, offset: int) -> dict[str, Any]:
 
 
 def _numbers_of(call: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """Return the options that are numbers, as the page has them."""
+    """Return the options that are numbers, as the page has them; `_check` has refused what is no finite number."""
     found: dict[str, Any] = {"causal": call.get("is_causal", False) is not False}
     left, right = (-1 if side is None else int(side) for side in call.get("window_size") or (-1, -1))
     if (left, right) != (-1, -1):
@@ -72,7 +72,8 @@ def _numbers_of(call: Mapping[str, Any], heads: int) -> dict[str, Any]:
         sinks = np.unique(np.asarray(call["sinks"], np.float32))
         if sinks.size != 1:
             raise ValueError(f"live has one sink for all heads, got {sinks.size} different ones")
-        found["sink"] = float(sinks[0])
+        if np.isfinite(sinks[0]):  # -inf is no sink
+            found["sink"] = float(sinks[0])
     return found
 
 
