@@ -365,6 +365,12 @@ def test_every_picture_has_an_alternative_text(path: Path) -> None:
 
 
 @each_notebook
+def test_no_cell_shows_a_warning(path: Path) -> None:
+    """As of fonts that are missing: `nox -s notebooks -- --inplace` stores all that a cell writes."""
+    assert [cell["id"] for cell in cells(path) for output in cell["outputs"] if output.get("name") == "stderr"] == []
+
+
+@each_notebook
 def test_pictures_have_two_pixels_for_each_point_of_the_page(path: Path) -> None:
     for cell in cells(path):
         for output in pictures(cell):
