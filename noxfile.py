@@ -12,6 +12,7 @@ they need.
 
 import base64
 import datetime
+import difflib
 import importlib.util
 import io
 import json
@@ -131,7 +132,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def notebooks(session: nox.Session) -> None:
-    """Run four notebooks of examples/ that take seconds; long: all. Needs the extra "examples"."""
+    """Run the notebooks of examples/ that take seconds, and compare what they print; long: all. Extra "examples"."""
     long, words = split(session)
     found = sorted(map(str, Path("examples").glob("*.ipynb")))
     for notebook, package in NEEDED_BY_NOTEBOOKS.items():
@@ -139,11 +140,37 @@ def notebooks(session: nox.Session) -> None:
             session.warn(f"{notebook} does not run: the package {package} is not installed")
             found = [name for name in found if Path(name).stem != notebook]
     quick = [name for name in found if Path(name).stem not in LONG_NOTEBOOKS]
+    chosen, today = found if long else quick, Path("build/notebooks").resolve()
+    if "--inplace" not in words:
+        today.mkdir(parents=True, exist_ok=True)
+        words.append(f"--output={today}/{{notebook_name}}")
     # the threads of BLAS and PyTorch spin while they wait for a core
-    session.run("jupyter", "execute", *words, *(found if long else quick), env={"OMP_NUM_THREADS": "1"})
+    session.run("jupyter", "execute", *words, *chosen, env={"OMP_NUM_THREADS": "1"})
     if "--inplace" in words:
-        for name in found if long else quick:
+        for name in chosen:
             shrink_pictures(Path(name))
+    elif differences := [line for name in chosen for line in compare(Path(name), today / Path(name).name)]:
+        session.error("\n".join(["cells print another text than the stored notebooks have:", *differences]))
+
+
+def compare(stored: Path, today: Path) -> list[str]:
+    """Return the differences of what the cells of two runs print; those tagged "varies" have times or NumPy's bits."""
+
+    def texts(path: Path) -> dict[str, list[str]]:
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        found = {}
+        for cell in cells:
+            if cell["cell_type"] == "code" and "varies" not in cell["metadata"].get("tags", ()):
+                outputs = [o.get("text") or o.get("data", {}).get("text/plain", ()) for o in cell["outputs"]]
+                found[cell["id"]] = "".join(map("".join, outputs)).splitlines()
+        return found
+
+    before, after = texts(stored), texts(today)
+    return [
+        line
+        for cell, lines in before.items()
+        for line in difflib.unified_diff(lines, after.get(cell, []), f"{stored.name} {cell}", "today", n=0, lineterm="")
+    ]
 
 
 def shrink_pictures(path: Path) -> None:

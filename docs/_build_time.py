@@ -80,17 +80,17 @@ def _card(path: Path, stale: set[str]) -> str:
     sentence = sentence.replace("..", ".")
     lines = [f":::{{grid-item-card}} {title}", f":link: {path.stem}", ":link-type: doc"]
     pictures = (  # a view is the best one
-        output["data"]["image/png"]
+        (output["data"]["image/png"], cell["metadata"]["mystnb"]["image"]["alt"])
         for cell in sorted(cells, key=lambda cell: "live_view" not in cell["metadata"])
         for output in cell.get("outputs", ())
         if "image/png" in output.get("data", ())
     )
-    picture = next(pictures, None)
-    if picture is not None:
+    if found := next(pictures, None):
+        picture, words = found
         thumbnail = GALLERY / f"{path.stem}.png"
         thumbnail.write_bytes(base64.b64decode("".join(picture)))
         stale.discard(thumbnail.name)
-        lines.append(f":img-top: {thumbnail.name}")
+        lines += [f":img-top: {thumbnail.name}", f":img-alt: {words}"]
     for cell in cells:  # a view is live on the site
         if (name := cell["metadata"].get("live_view")) is not None:
             html = {"text/html": LIVE.format(name=name), "text/plain": ""}

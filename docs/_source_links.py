@@ -3,6 +3,7 @@
 Functions and classes name the package as their module, so `sphinx.ext.viewcode` cannot find their files by itself.
 """
 
+import re
 import sys
 from functools import cache
 from typing import Any
@@ -28,6 +29,14 @@ def homes() -> dict[str, str]:
                 continue
             found.update({name: module for name in analyzer.find_tags() if name in public})
     return found
+
+
+def name_targets(body: str) -> str:
+    """Return a page of code whose links back to the API have the names of that page.
+
+    viewcode gives all of them the module under which the first function of a file is documented.
+    """
+    return re.sub(r"(api/generated/((?:\w+\.)*)(\w+)\.html#)[\w.]*?\b\3\b", r"\1\2\3", body)
 
 
 def find_module(app: Any, module: str, name: str) -> str | None:

@@ -16,6 +16,7 @@ os.environ["KERAS_BACKEND"] = "numpy"  # autodoc imports cattn.integrations.kera
 
 import _build_time
 import _mathml
+import _pages
 import _source_links
 
 import cattn
@@ -124,6 +125,8 @@ def edit_page(app, pagename, templatename, context, doctree):
     if "body" in context:
         signature = r'(<span class="sig-paren">\(</span>)(\s*<dl>.*?</dl>\s*)(<span class="sig-paren">\)</span>)'
         context["body"] = re.sub(signature, fold_parameters, context["body"], flags=re.DOTALL)
+        if pagename.startswith("_modules/"):
+            context["body"] = _source_links.name_targets(context["body"])
         context["body"] = heading.sub(lambda found: re.sub(r"([_.])(?=\w)", r"\1<wbr>", found[0]), context["body"])
     if app.config.html_baseurl:
         tags = {"og:title": context["title"], "og:image": f"{app.config.html_baseurl}_static/card.png"}
@@ -136,5 +139,6 @@ def setup(app):
     app.connect("autodoc-process-docstring", emphasise_parameters, priority=900)
     app.connect("html-page-context", edit_page)
     app.connect("config-inited", _build_time.write_pages)
+    app.connect("build-finished", _pages.check)
     app.connect("viewcode-follow-imported", _source_links.find_module)
     _mathml.setup(app)

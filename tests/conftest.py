@@ -72,6 +72,15 @@ def pytest_report_header() -> list[str]:
     return [header, f"in use: {_cattn._get_isa()} on {processor()}"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
+    """Write no letter for a subtest that passes: a test has one letter, and its failures are reported as ever."""
+    passed = isinstance(report, pytest.SubtestReport) and report.when == "call" and report.passed
+    if not passed or hasattr(report, "wasxfail") or config.get_verbosity() > 0:
+        return None
+    return "subtests passed", "", "SUBPASSED"
+
+
 def slower_tables() -> list[str]:
     """Return the tables that this machine can run beside the one in use, or "avx2" alone if it is among them.
 

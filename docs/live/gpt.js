@@ -7,7 +7,8 @@ class Tokenizer {
     this.words = new RegExp(pattern, "gu");
     this.bytes = new Map();
     this.pieces.forEach((piece, id) => piece.length === 1 && this.bytes.set(piece[0], id));
-    this.ranks = new Map(merges.map(([a, b, id], rank) => [a * 65536 + b, { rank, id }]));
+    this.merges = merges;
+    this.ranks = new Map(merges.map(([a, b], rank) => [a * 65536 + b, rank]));
     this.known = new Map();
   }
 
@@ -20,17 +21,28 @@ class Tokenizer {
     return ids;
   }
 
-  merge(given) {
-    let ids = given;
-    for (;;) {
-      let [best, at] = [null, -1];
-      for (let i = 0; i + 1 < ids.length; i++) {
-        const found = this.ranks.get(ids[i] * 65536 + ids[i + 1]);
-        if (found && (!best || found.rank < best.rank)) [best, at] = [found, i];
+  // Joins the pairs in the order of their ranks, each from left to right. A joined pair is a part of later ones only, so
+  // one walk over the ranks is enough, and it takes time in proportion to the length of the word.
+  merge(ids) {
+    const before = ids.map((_, i) => i - 1);
+    const after = ids.map((_, i) => i + 1);
+    const places = []; // of each rank: where its pair was seen
+    const note = (i) => {
+      const rank = this.ranks.get(ids[i] * 65536 + ids[after[i]]);
+      if (rank !== undefined) (places[rank] ||= []).push(i);
+    };
+    ids.forEach((_, i) => note(i));
+    this.merges.forEach(([a, b, id], rank) => {
+      for (const i of (places[rank] || []).sort((x, y) => x - y)) {
+        const next = after[i];
+        if (ids[i] !== a || ids[next] !== b) continue; // a part of it has been joined to another neighbour
+        [ids[i], ids[next], after[i]] = [id, -1, after[next]];
+        if (after[i] < ids.length) before[after[i]] = i;
+        if (before[i] >= 0) note(before[i]);
+        note(i);
       }
-      if (!best) return ids;
-      ids = [...ids.slice(0, at), best.id, ...ids.slice(at + 2)];
-    }
+    });
+    return ids.filter((id) => id >= 0);
   }
 
   // A token as text; bytes that are a part of a letter are written as numbers.
@@ -117,7 +129,7 @@ class SentenceSource {
         this.changed();
       },
     }, words));
-    this.element = make("div", {}, make("label", { for: "sentence" }, "A sentence, which a tiny GPT reads "), this.input,
+    this.element = make("div", {}, make("label", { for: "sentence" }, `A sentence of at most ${model.context} tokens, which a tiny GPT reads `), this.input,
       make("span", { class: "cattn-next" }, "or", ...buttons));
     this.after = make("p", { class: "cattn-next", "aria-live": "polite" });
   }
@@ -157,14 +169,31 @@ const BOOK = `0.43 0.15 0.89
 0.77 0.25 0.10
 0.05 0.80 0.55`;
 
-// Rows of numbers, as NumPy prints them or as they are copied from a table. The error names the row.
+// One number, as Python and NumPy write it; undefined if the word is something else.
+function numberOf(word) {
+  const [, sign, size] = /^([-+]?)(.*)$/s.exec(word);
+  if (/^(inf|infinity)$/i.test(size)) return sign === "-" ? -Infinity : Infinity;
+  if (/^nan$/i.test(size)) return NaN;
+  return /^(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(size) ? Number(word) : undefined;
+}
+
+// The numbers of a row, which one kind of separator divides: in “1,5 0” a comma may be a decimal one.
+function rowOf(text, name) {
+  const shown = text.length > 40 ? `${text.slice(0, 40)}…` : text;
+  const kinds = new Set((text.match(/\s*[,;]\s*|\s+/g) || []).map((separator) => separator.trim() || " "));
+  if (kinds.size > 1) throw new Error(`${name}: “${shown}” mixes separators; write 1.5 with a point, and spaces or commas between numbers`);
+  return text.split(/\s*[,;]\s*|\s+/).map((word) => {
+    const x = numberOf(word);
+    if (x !== undefined) return x;
+    throw new Error(word ? `${name}: “${word.slice(0, 40)}” is not a number` : `${name}: “${shown}” lacks a number beside a separator`);
+  });
+}
+
+// Rows of numbers, as NumPy prints them or as they are copied from a table: a row ends with its bracket, or else its line.
 function matrixOf(text, name) {
-  const rows = text.split(/[\n\]]/).map((row) => row.replace(/array\(|dtype=\w+|[[(),]/g, " ").trim()).filter(Boolean);
-  const numbers = rows.map((row) => row.split(/[\s;]+/).map((word) => {
-    const x = /^[-+]?inf(inity)?$/i.test(word) ? Number(word.replace(/inf(inity)?/i, "Infinity")) : /^nan$/i.test(word) ? NaN : Number(word);
-    if (Number.isNaN(x) && !/^nan$/i.test(word)) throw new Error(`${name}: “${word.slice(0, 40)}” is not a number`);
-    return x;
-  }));
+  const list = text.replace(/^\s*(array|tensor)\(|(,\s*dtype=[\w.]+)?\s*\)\s*$/g, "");
+  const rows = list.includes("[") ? list.split("]").map((row) => row.replace(/^\s*,?[\s[]*/, "")) : list.split(/\n/);
+  const numbers = rows.map((row) => row.trim()).filter(Boolean).map((row) => rowOf(row, name));
   if (!numbers.length) throw new Error(`${name} has no numbers`);
   numbers.forEach((row, i) => {
     if (row.length !== numbers[0].length) throw new Error(`${name}: row ${i} has ${row.length} numbers, row 0 has ${numbers[0].length}`);
@@ -193,7 +222,9 @@ class NumbersSource {
     const value = or("value", key);
     if (key.columns !== query.columns) throw new Error(`key has ${key.columns} columns, query has ${query.columns}`);
     if (value.rows !== key.rows) throw new Error(`value has ${value.rows} rows, key has ${key.rows}`);
-    this.sizes = { heads: 1, T_q: query.rows, T_k: key.rows, D: query.columns, D_v: value.columns };
+    const sizes = { heads: 1, T_q: query.rows, T_k: key.rows, D: query.columns, D_v: value.columns };
+    for (const stage of ["weights", "output"]) Attention.check(1, sizes, stage);
+    this.sizes = sizes;
     return [{ query: query.data, key: key.data, value: value.data }];
   }
 }

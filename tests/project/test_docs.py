@@ -366,6 +366,12 @@ def test_every_picture_has_an_alternative_text(path: Path) -> None:
 
 
 @each_notebook
+def test_no_cell_shows_a_warning(path: Path) -> None:
+    """As of fonts that are missing: `nox -s notebooks -- --inplace` stores all that a cell writes."""
+    assert [cell["id"] for cell in cells(path) for output in cell["outputs"] if output.get("name") == "stderr"] == []
+
+
+@each_notebook
 def test_pictures_have_two_pixels_for_each_point_of_the_page(path: Path) -> None:
     for cell in cells(path):
         for output in pictures(cell):
@@ -450,3 +456,18 @@ def test_markers_of_promises_are_found(tmp_path: Path) -> None:
     )
     found, file = _promises.marked_tests(tmp_path), "values/test_some.py"
     assert found == {"first": [f"{file}::test_a", f"{file}::test_b"], "second": [f"{file}::test_a"]}
+
+
+# ---- the built pages -------------------------------------------------------------------------------------------------
+def test_dead_links_and_pictures_without_a_text_are_found(tmp_path: Path) -> None:
+    """`nox -s docs` asks this of all pages."""
+    pytest.importorskip("sphinx")
+    problems = runpy.run_path(str(ROOT / "docs" / "_pages.py"))["problems"]
+    (tmp_path / "other.html").write_text('<p id="there">text</p>')
+    right = '<a href="other.html#there">1</a><a href="#here" id="here">2</a><a href="https://a.b/c#d">3</a>'
+    (tmp_path / "right.html").write_text(right + '<img alt="text">')
+    assert problems(tmp_path) == []
+    wrong = '<a href="other.html#gone">1</a><a href="no.html">2</a><img src="a.png" alt="">'
+    (tmp_path / "wrong.html").write_text(wrong)
+    found = ["a.png has no alternative text", "no.html has no target", "other.html#gone has no target"]
+    assert problems(tmp_path) == [f"wrong.html: {problem}" for problem in found]

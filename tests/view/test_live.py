@@ -20,6 +20,8 @@ from support.processes import Tab, chromium, needs_browser
 
 STAGES = ["scores", "scaled", "masked", "weights", "dropped", "output"]
 TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
+# The sentence under the controls, after the page has computed.
+PROBLEM = "document.querySelector('[role=alert]').textContent"
 # Sets options as the controls do, and returns each stage of a layer, and the program.
 ASK = """([options, layer]) => {
     const live = document.getElementById("view").live;
@@ -204,6 +206,7 @@ def operands(seed: int = 0, heads: int = 4, tokens: int = 6) -> dict[str, np.nda
         {"is_causal": True},
         {"is_causal": True, "window_size": (2, 0), "softcap": 3.0, "alibi_slopes": [0.5, 0.25, 0.125, 0]},
         {"attn_mask": np.tri(6, k=1, dtype=bool), "sinks": [0.5] * 4},
+        {"is_causal": True, "sinks": [-np.inf] * 4, "softcap": 1e21, "alibi_slopes": [1e22, 1e21, 123.0, 0.5]},
         {"is_causal": "lower_right"},
     ],
 )
@@ -251,29 +254,48 @@ def test_a_live_view_needs_what_it_computes_from(core: bytes) -> None:
         ValueError, match="live: query, key, scale and the mask that the zeros show do not give these weights"
     ):
         cattn.view_attention(cattn.attention_weights(query, key, softcap=0.1), query=query, key=key, live=True)
-    with pytest.raises(ValueError, match=r"as many keys before a query as after it, got \(2, 1\)"):
-        cattn.view_attention(weights, query=query, key=key, live={"window_size": (2, 1)})
-    with pytest.raises(ValueError, match=r"attn_mask must be of bool and of shape \(6, 6\), .* got float64 of shape"):
-        cattn.view_attention(weights, query=query, key=key, live={"attn_mask": np.zeros((6, 6))})
-    with pytest.raises(ValueError, match="one sink for all heads, got 4 different ones"):
-        cattn.view_attention(weights, query=query, key=key, live={"sinks": [1, 2, 3, 4]})
     for name, wrong in (
         ("query_offset", np.array([1, 2])), ("query_offset", 1.5), ("window_size", 3), ("softcap", "a"),
         ("alibi_slopes", [1, 2, 3]), ("sinks", "a"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=f"{name} (must be|has shape|has dtype)"):
             cattn.view_attention(weights, query=query, key=key, live={name: wrong})
+    for options, message in (
+        ({"window_size": (2, 1)}, r"as many keys before a query as after it, got \(2, 1\)"),
+        ({"attn_mask": np.zeros((6, 6))}, r"attn_mask must be of bool and of shape \(6, 6\), .* got float64 of shape"),
+        ({"sinks": [1, 2, 3, 4]}, "one sink for all heads, got 4 different ones"),
+    ):
+        weights = cattn.attention_weights(query[None], key[None], **options)[0]
+        with pytest.raises(ValueError, match=message):
+            cattn.view_attention(weights, query=query, key=key, live=options)
     with pytest.raises(TypeError, match="live must be a bool or a mapping of options, got str"):
         cattn.view_attention(weights, query=query, key=key, live="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="live is for weights"):
         cattn.view_attention(cattn.attention_statistics(query, key), live=True)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks", "query_offset", "window_size", "scale"])
+def test_what_is_no_finite_number_is_refused_by_the_name_of_its_option(core: bytes, name: str, number: float) -> None:
+    """Such a number would leave a blank page: JSON has none."""
+    query, key, _ = operands().values()
+    weights = cattn.attention_weights(query, key)
+    given = {"alibi_slopes": [number] * 4, "sinks": [number] * 4, "window_size": (number, number)}.get(name, number)
+    options = {"scale": given} if name == "scale" else {"live": {name: given}}
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must "):
+        cattn.view_attention(weights, query=query, key=key, **options)
+
+
+def test_a_page_is_never_written_with_what_json_does_not_have() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        _page.fill("title", {"options": {"sink": -np.inf}}, {}, (), "")
+
+
 def test_without_the_core_the_error_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_page, "CORE", "no core.wasm")
     arrays = operands()
     weights = cattn.attention_weights(arrays["query"], arrays["key"])
-    with pytest.raises(RuntimeError, match="`nox -s live` compiles it"):
+    with pytest.raises(RuntimeError, match=r"pip install ziglang && python tools/live && pip install \.$"):
         cattn.view_attention(weights, **arrays, live=True)
 
 
@@ -349,10 +371,48 @@ def test_numbers_are_read_as_numpy_prints_them(show: Any, page_file: Path) -> No
         until(page, "document.getElementById('view').live.source.sizes.T_q === 5")
         found = page.evaluate(ASK, [{}, 0])
         compare(found)
-    page.fill("#numbers-query", "1 2\n3")
-    until(page, "document.querySelector('[role=alert]').textContent === 'query: row 1 has 1 numbers, row 0 has 2'")
-    page.fill("#numbers-query", "1 two")
-    until(page, "document.querySelector('[role=alert]').textContent === 'query: “two” is not a number'")
+
+
+def printed(x: np.ndarray) -> list[str]:
+    """Return a matrix as NumPy and Python print it, as lines, and as tables have it."""
+    rows = [list(map(str, row)) for row in x]
+    texts = ["\n".join(separator.join(row) for row in rows) for separator in (" ", "\t", ",", " , ", ";")]
+    return [repr(x), str(x.tolist()), f"tensor({x.tolist()}, dtype=torch.float64)", *texts]
+
+
+@needs_browser
+def test_numbers_are_read_whole_or_refused_with_a_sentence(show: Any, page_file: Path) -> None:
+    page = show(page_file)
+    page.get_by_role("button", name="numbers").click()
+    x = np.random.default_rng(0).standard_normal((3, 14)).astype(np.float32)  # NumPy breaks rows that are so long
+    x[0, :6] = -np.inf, np.inf, -0.0, 5, 1e21, np.nan
+    for text in printed(x):
+        page.fill("#numbers-query", "0")
+        until(page, "document.getElementById('view').live.source.sizes.D === 1")
+        page.fill("#numbers-query", text)
+        until(page, f"document.getElementById('view').live.source.sizes.D === 14 || {PROBLEM}")
+        assert page.evaluate(f"() => {PROBLEM}") == ""
+        arrays = "document.getElementById('view').live.layers[0].arrays"
+        code = f"() => Array.from({arrays}.query, (x) => Object.is(x, -0) ? '-0' : String(x))"
+        numbers = np.float32([float(number) for number in page.evaluate(code)]).reshape(x.shape)
+        np.testing.assert_array_equal(numbers, x, text)
+        np.testing.assert_array_equal(np.signbit(numbers), np.signbit(x))
+    for text, sentence in {
+        "1 2\n3": "query: row 1 has 1 numbers, row 0 has 2",
+        "1 two": "query: “two” is not a number",
+        "1,,2": "query: “1,,2” lacks a number beside a separator",
+        "1,2,": "query: “1,2,” lacks a number beside a separator",
+        "[[1, 2],, [3, 4]]": "query: “, [3, 4” lacks a number beside a separator",
+        "1,5 0": "query: “1,5 0” mixes separators; write 1.5 with a point, and spaces or commas between numbers",
+        "1,5;0": "query: “1,5;0” mixes separators; write 1.5 with a point, and spaces or commas between numbers",
+        "0x10 1": "query: “0x10” is not a number",
+        "1e 2": "query: “1e” is not a number",
+        "[[1. 2.]\n ...\n [3. 4.]]": "query: “...” is not a number",
+        "array([])": "query has no numbers",
+        " \n ": "query has no numbers",
+    }.items():
+        page.fill("#numbers-query", text)
+        until(page, f"{PROBLEM} === {json.dumps(sentence)}")
 
 
 @needs_browser
@@ -376,3 +436,76 @@ def test_the_page_runs_the_model_as_numpy_does(show: Any, page_file: Path, monke
                 np.testing.assert_array_equal(numbers, right.ravel())
         found = page.evaluate("() => Array.from(document.getElementById('view').live.source.logits, String)")
         np.testing.assert_array_equal(np.array([float(number) for number in found], np.float32), logits)
+
+
+@needs_browser
+def test_a_stage_that_is_too_large_is_refused_with_a_sentence(
+    core: bytes, show: Any, page_file: Path, tmp_path: Path
+) -> None:
+    """Before the core is asked: 2^30 numbers have 2^32 bytes, which WebAssembly counts from 0 again."""
+    page = show(page_file)
+    page.get_by_role("button", name="numbers").click()
+    until(page, "document.getElementById('view').live.source.name === 'numbers'")
+    write = """(text) => {
+        const input = document.getElementById("numbers-query");
+        input.value = text;
+        input.dispatchEvent(new Event("input"));
+    }"""
+    page.evaluate(write, "1\n" * 2**12)
+    shown = "4096 × 4096 numbers, of at most 4,194,304 that a stage shows."
+    until(page, f"{PROBLEM} === 'There are too many tokens: {shown}'")
+    page.get_by_role("button", name="output").click()  # it would fit
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    until(page, f"{PROBLEM} === 'There are too many tokens: {shown}'")
+    call = """(length) => {
+        const { core } = document.getElementById("view").live;
+        try { return core.gelu({ length }).length; } catch (error) { return error.message; }
+    }"""
+    for length in (2**29 - 2, 2**30 - 2, 2**30 - 1, 2**30, 2**31, 2**52):
+        assert page.evaluate(call, length) == "there is not enough memory for so many tokens"
+    page.evaluate(write, "1 2\n3 4")
+    until(page, f"{PROBLEM} === ''")
+    compare(page.evaluate(ASK, [{}, 0]))
+
+    query, key = np.ones((2**12, 2), np.float32), np.ones((2, 2), np.float32)
+    weights = np.full((1, 2**12, 2), 0.5, np.float32)
+    value = np.ones((2, 2048), np.float32)  # the output is larger than the weights
+    cattn.view_attention(weights, query=query, key=key, value=value, live=True).save(tmp_path / "long.html")
+    page = show(tmp_path / "long.html")
+    row = """(stage) => {
+        const { live } = document.getElementById("view");
+        try { return Array.from(live.row([0, 0], stage, 5)); } catch (error) { return error.message; }
+    }"""
+    too_many = "There are too many tokens: 4096 × 2048 numbers, of at most 4,194,304 that a stage shows."
+    assert page.evaluate(row, "output") == too_many
+    assert page.evaluate(row, "weights") == [0.5, 0.5]
+    page.get_by_role("button", name="step by step").click()
+    until(page, f"document.querySelector('.cattn-steps').textContent.includes({json.dumps(too_many)})")
+
+
+@needs_browser
+def test_a_word_of_20_000_letters_is_read_at_once(show: Any, page_file: Path) -> None:
+    """Its tokens are Python's; merging pair after pair through the whole word took half a minute."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import small_gpt
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    pieces = small_gpt.load(ROOT / "docs" / "live_gpt.npz")[1]
+    page = show(page_file)
+    letters = np.random.default_rng(0).choice(list("etaoinshrdlu"), 20000)
+    encode = "(text) => document.getElementById('view').live.source.tokenizer.encode(text)"
+    for text in ("".join(letters), "a" * 20000, "of" * 10000, "é" * 10000, " " * 20000):
+        assert page.evaluate(encode, text[:999]) == pieces.encode(text[:999])
+        time = f"(text) => {{ const start = performance.now(); ({encode})(text); return performance.now() - start; }}"
+        assert page.evaluate(time, text) < 1000
+    page.evaluate(
+        """(text) => {
+            const { live } = document.getElementById("view");
+            live.source.input.value = text;
+            live.update();
+        }""",
+        text,
+    )
+    assert "The model reads 128 tokens: the text has 20000," in page.evaluate(f"() => {PROBLEM}")
+    assert "at most 128 tokens" in page.inner_text("label[for=sentence]")

@@ -178,4 +178,4 @@ def measure() -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compare()))
+    print(json.dumps(compare(), allow_nan=False))

@@ -166,6 +166,8 @@ class Weights:
             if widths[0] != widths[1]:
                 raise ValueError(f"query and key must have one head_dim, got {widths[0]} and {widths[1]}")
         self.operand_scale = None if scale is None else float(scale)
+        if scale is not None and not np.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
 
     def __repr__(self) -> str:
         return f"{self.dtype} {self.shape}"

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from .._input.arrays import read_integers
-from ..functional import attention_weights, explain
+from ..functional import attention_weights
 from ._contents import Weights
 
 OPTIONS = ("is_causal", "window_size", "softcap", "alibi_slopes", "sinks", "attn_mask", "query_offset")
-_NUMBERS = ("window_size", "softcap", "alibi_slopes", "sinks")
 MOST_CELLS = 2**22  # of one stage, all layers and heads; as the page has it
 
 
@@ -27,15 +26,15 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS:
             raise ValueError(f"live has no option {name!r}: it takes {', '.join(OPTIONS)}")
     call: dict[str, Any] = {"query_offset": contents.info["offset"], **given}
-    if isinstance(corner := call.get("is_causal"), str):  # the page counts by an offset
-        call |= {"is_causal": True, "query_offset": seqlen_k - seqlen_q if corner == "lower_right" else 0}
-    if not {"is_causal", "attn_mask", "window_size"} & given.keys():
-        call |= _mask_of(contents, call["query_offset"])
     offset = read_integers(call["query_offset"], "query_offset")
     if not isinstance(offset, int):
         raise ValueError(f"live: query_offset must be one int for all heads, got an array of shape {offset.shape}")
-    empty = np.empty((1, heads, 1, 1), np.float32)
-    explain(empty, empty, empty, **{name: call[name] for name in _NUMBERS if name in call})  # names what is wrong
+    if isinstance(corner := call.get("is_causal"), str):  # the page counts by an offset
+        offset = seqlen_k - seqlen_q if corner == "lower_right" else 0
+        call |= {"is_causal": True, "query_offset": offset}
+    if not {"is_causal", "attn_mask", "window_size"} & given.keys():
+        call |= _mask_of(contents, offset)
+    _check(contents, call)
     options = {**_numbers_of(call, heads), "scale": contents.operand_scale, "offset": offset}
     if call.get("attn_mask") is not None:
         mask = np.asarray(call["attn_mask"])
@@ -44,7 +43,6 @@ def live_options(contents: Weights, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"live: attn_mask must be {wanted}, got {mask.dtype} of shape {mask.shape}")
         hidden = np.argwhere(~mask)
         options["cells"] = [f"{q},{k}" for q, k in hidden]
-    _check(contents, call)
     return options
 
 
@@ -59,7 +57,7 @@ def _mask_of(contents: Weights, offset: int) -> dict[str, Any]:
 
 
 def _numbers_of(call: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """Return the options that are numbers, as the page has them."""
+    """Return the options that are numbers, as the page has them; `_check` has refused what is no finite number."""
     found: dict[str, Any] = {"causal": call.get("is_causal", False) is not False}
     left, right = (-1 if side is None else int(side) for side in call.get("window_size") or (-1, -1))
     if (left, right) != (-1, -1):
@@ -75,7 +73,8 @@ def _numbers_of(call: Mapping[str, Any], heads: int) -> dict[str, Any]:
         sinks = np.unique(np.asarray(call["sinks"], np.float32))
         if sinks.size != 1:
             raise ValueError(f"live has one sink for all heads, got {sinks.size} different ones")
-        found["sink"] = float(sinks[0])
+        if np.isfinite(sinks[0]):  # -inf is no sink
+            found["sink"] = float(sinks[0])
     return found
 
 

@@ -22,8 +22,8 @@ SCRIPTS = ("data", "page", "heatmap", "forms", "view", "weights", "statistics")
 LIVE_SCRIPTS = ("core", "live")
 CORE = "core.wasm"
 NO_CORE = """\
-live views need the compiled core of WebAssembly, which this installation lacks: wheels have it, and in a clone of the \
-source `nox -s live` compiles it"""
+live views need the compiled core of WebAssembly, which this installation lacks; wheels have it. In a clone: \
+pip install ziglang && python tools/live && pip install ."""
 PIXELS_PER_INCH = 80  # of the picture on a page
 MOST_PANELS = 6  # of the picture; more heads are drawn on one sheet
 MOST_CELLS = 256  # of a panel, along one axis
@@ -119,7 +119,9 @@ def fill(
         heading="" if heading else f'<h1 class="unseen">{escape(as_text(title))}</h1>\n',
         policy=" 'wasm-unsafe-eval'" if "core" in data else "",
         style=style(),
-        state=json.dumps(state, ensure_ascii=False).replace("<", "\\u003c"),  # a token must not end the script
+        state=json.dumps(state, ensure_ascii=False, allow_nan=False).replace(
+            "<", "\\u003c"
+        ),  # a token must not end the script
         data="\n".join(parts),
         module="\n".join([module(scripts), more]),
         start=start,

@@ -1,6 +1,8 @@
 // The core of cattn in WebAssembly, and the stages of attention that it computes: the bits of Python's functions.
 
 const STATUS = ["", "there is not enough memory for so many tokens", "the computation was stopped"];
+const MOST_BYTES = 2 ** 31 - 1; // of one array in the module's memory, which a page can address with a sign
+const MOST_CELLS_LIVE = 2 ** 22; // of one stage that is shown, all layers and heads; as _live.py has it
 const STAGE = { qk: 0, bias: 2, mask: 3, softmax: 4, dropout: 5, out: 6 }; // as enum cattn_stage numbers them
 
 class Core {
@@ -19,7 +21,7 @@ class Core {
   call(name, length, ...given) {
     const taken = [];
     const allocate = (size) => {
-      const at = this.functions.allocate(size + 8);
+      const at = size + 8 > MOST_BYTES ? 0 : this.functions.allocate(size + 8) >>> 0;
       if (!at) throw new Error(STATUS[1]);
       taken.push(at);
       return at;
@@ -86,6 +88,14 @@ class Attention {
 
   get scale() {
     return (this.options.scale ?? 1 / Math.sqrt(this.sizes.D)) / this.options.temperature;
+  }
+
+  // Refuses a stage of so many layers that is too large to be shown, before the core is asked for its numbers.
+  static check(n_layers, { heads, T_q, T_k, D_v }, stage) {
+    const columns = stage === "output" ? D_v : T_k;
+    if (n_layers * heads * T_q * columns <= MOST_CELLS_LIVE) return;
+    const all = n_layers * heads === 1 ? "" : `${n_layers * heads} heads of `;
+    throw new Error(`There are too many tokens: ${all}${T_q} × ${columns} numbers, of at most ${MOST_CELLS_LIVE.toLocaleString("en")} that a stage shows.`);
   }
 
   // The edited cells as pairs, without what a longer text has left behind.
@@ -156,6 +166,7 @@ class Attention {
 
   // One stage of all heads, computed once.
   stage(name) {
+    Attention.check(1, this.sizes, name);
     return (this.known[name] ||= this.compute(name));
   }
 
@@ -168,7 +179,7 @@ class Attention {
     const shape = [`scale=${pythonFloat(this.scale)}`];
     if (softcap) shape.push(`softcap=${pythonFloat(softcap)}`);
     if (slopes) shape.push(`alibi_slopes=[${slopes.map(pythonFloat).join(", ")}]`);
-    if (offset || T_q !== T_k) shape.push(`query_offset=${offset}`);
+    if (offset || T_q !== T_k) shape.push(`query_offset=${BigInt(offset)}`);
     return [
       "import base64", "", "import numpy as np", "", "import cattn", "", "",
       "def array(text, *shape):", '    return np.frombuffer(base64.b64decode(text), "<f4").reshape(shape)', "", "",
@@ -223,7 +234,7 @@ class Attention {
   pythonRenormalized() {
     const { T_q, T_k } = this.sizes;
     const { causal, dropout, seed, offset, first } = this.options;
-    const seen = [T_q, T_k, ...(causal ? [] : ["is_causal=False"]), `query_offset=${offset}`, ...this.pythonRanges];
+    const seen = [T_q, T_k, ...(causal ? [] : ["is_causal=False"]), `query_offset=${BigInt(offset)}`, ...this.pythonRanges];
     return [
       `visible = cattn.causal_mask(${seen.join(", ")})${this.mask ? " & attn_mask" : ""}`,
       ...(first ? [`visible[:, :${first}] = False  # padding`] : []),
@@ -237,7 +248,12 @@ class Attention {
   }
 }
 
-const pythonFloat = (x) => (Number.isInteger(x) ? `${x}.0` : String(x));
+// A literal of a float, as `exactText` writes the number.
+function pythonFloat(x) {
+  const text = exactText(x, "float64");
+  if (!Number.isFinite(x)) return `float("${text}")`;
+  return /^-?\d+$/.test(text) ? `${text}.0` : text;
+}
 
 // A literal of ASCII: JSON's escapes are Python's but for letters beyond 16 bits.
 function pythonText(text) {

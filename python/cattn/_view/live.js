@@ -1,13 +1,13 @@
 // A view whose numbers the reader changes: controls, stages, the view of weights, and the same as a program in Python.
 
-const MOST_CELLS_LIVE = 2 ** 22; // of one stage, all layers and heads
-
 // A labelled control. `read` and `show` turn the element's text into the option's value, and back into words.
 function control(words, input, words_of) {
   const output = make("output");
   const label = make("label", {}, `${words} `, input, words_of ? output : null);
   return { input, label, show: () => words_of && setText(output, words_of(input)) };
 }
+
+const STEPS = ["scores", "scaled", "masked", "weights", "dropped"];
 
 // The steps of a query as the core has computed them.
 class LiveSteps extends Steps {
@@ -20,9 +20,10 @@ class LiveSteps extends Steps {
   set({ query, at, key, name }) {
     this.key = key;
     if (this.element.hidden) return;
-    const { names, rows, output } = this.view.live.rows(this.view.chosen[0], at);
+    const { live, chosen } = this.view;
+    const rows = STEPS.map((stage) => live.row(chosen[0], stage, at));
     setText(this.intro, `Query ${query}, from score to output, for each key.`);
-    this.heads.replaceChildren(...["key", ...names, ""].map((text) => make("th", { scope: "col" }, text)));
+    this.heads.replaceChildren(...["key", ...STEPS.map((stage) => STAGES[stage]), ""].map((text) => make("th", { scope: "col" }, text)));
     const write = (x) => (x === -Infinity ? "−∞" : Number.isFinite(x) ? x.toFixed(3) : exactText(x, "float32"));
     this.table.replaceChildren(...Array.from(rows[0], (_, k) => {
       const bar = make("span", { class: "cattn-bar" });
@@ -32,9 +33,19 @@ class LiveSteps extends Steps {
         make("th", { scope: "row" }, make("bdi", {}, name(k))), ...rows.map((row) => make("td", {}, write(row[k]))),
         make("td", { class: "cattn-room" }, bar));
     }));
-    const numbers = output ? Array.from(output.subarray(0, 16), write).join("  ") : "";
-    const more = output && output.length > 16 ? " …" : "";
-    this.after.replaceChildren(...(output ? [make("p", {}, make("b", {}, "output"), ` ${numbers}${more}`)] : []));
+    const words = live.source.sizes.D_v ? [make("p", {}, make("b", {}, "output"), ` ${this.output(at, write)}`)] : [];
+    this.after.replaceChildren(...words);
+  }
+
+  // The first numbers of a query's output, or why there are none: it may be much larger than the weights.
+  output(at, write) {
+    const { live, chosen } = this.view;
+    try {
+      const numbers = live.row(chosen[0], "output", at);
+      return Array.from(numbers.subarray(0, 16), write).join("  ") + (numbers.length > 16 ? " …" : "");
+    } catch (error) {
+      return error.message;
+    }
   }
 }
 
@@ -79,7 +90,7 @@ class StageView extends WeightsView {
     super.showPoint();
     const { q, k } = this.at;
     if (this.info.column === "key") {
-      const dropped = this.live.stage === "dropped" && !this.parts && this.live.rows(this.chosen[0], q).rows[3][k] > 0;
+      const dropped = this.live.stage === "dropped" && !this.parts && this.live.row(this.chosen[0], "weights", q)[k] > 0;
       const number = this.status.querySelector("b");
       if (dropped && number.textContent === "hidden") setText(number, "dropped");
       return;
@@ -277,7 +288,7 @@ class LiveView {
   show() {
     const { heads, T_q, T_k, D_v } = this.source.sizes;
     const columns = this.stage === "output" ? D_v : T_k;
-    if (this.layers.length * heads * T_q * columns > MOST_CELLS_LIVE) throw new Error("There are too many tokens to show all heads.");
+    Attention.check(this.layers.length, this.source.sizes, this.stage);
     const parts = this.layers.map((layer) => layer.stage(this.stage));
     const numbers = new Float32Array(this.layers.length * heads * T_q * columns);
     parts.forEach((part, i) => numbers.set(part, i * part.length));
@@ -307,18 +318,16 @@ class LiveView {
     if (kept.form) this.view.setForm(kept.form);
   }
 
-  // What the view asks: whether a click on a cell edits the mask, and the stages of a query.
+  // What the view asks: whether a click on a cell edits the mask, and the numbers of a query at a stage.
   taps(q, k) {
     if (this.editing && this.stage !== "output") this.toggle(q, k);
     return this.editing;
   }
 
-  rows([layer, head], q) {
+  row([layer, head], stage, q) {
     const { T_q, T_k, D_v } = this.source.sizes;
-    const attention = this.layers[layer];
-    const row = (stage, width) => attention.stage(stage).subarray((head * T_q + q) * width, (head * T_q + q + 1) * width);
-    const names = ["scores", "scaled", "masked", "weights", "dropped"];
-    return { names: names.map((name) => STAGES[name]), rows: names.map((name) => row(name, T_k)), output: D_v ? row("output", D_v) : null };
+    const width = stage === "output" ? D_v : T_k;
+    return this.layers[layer].stage(stage).subarray((head * T_q + q) * width, (head * T_q + q + 1) * width);
   }
 
   // ---- the same in Python ----

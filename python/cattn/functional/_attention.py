@@ -285,8 +285,8 @@ def scaled_dot_product_attention(
 
     .. math::
 
-       s_{ij} &= \operatorname{softcap}(\text{scale} \cdot q_i \cdot k_j) - \text{slope} \cdot |p_i - j|
-       + \text{mask}_{ij} + \text{bias}_{ij} \\
+       s_{ij} &= \operatorname{softcap}(\text{scale} \cdot q_i \cdot k_j) \\
+       &\quad - \text{slope} \cdot |p_i - j| + \text{mask}_{ij} + \text{bias}_{ij} \\
        w_{ij} &= \frac{e^{s_{ij}}}{\sum_{k \in V_i} e^{s_{ik}}} \\
        \text{out}_i &= \sum_{j \in V_i} w_{ij} v_j
 
