@@ -146,7 +146,7 @@ def nobody_watches(*tensors: Tensor | None) -> bool:
         return False
     if "torch._dynamo" not in sys.modules or not _private._is_fwd_grad_enabled():
         return True
-    return not any(x is not None and x.is_floating_point() and _has_tangent(x) for x in tensors)
+    return not any(isinstance(x, Tensor) and x.is_floating_point() and _has_tangent(x) for x in tensors)
 
 
 def check_memory(tensor: Tensor, name: str) -> None:
