@@ -88,9 +88,7 @@ static bool check_tokens(const struct cattn_door *door, const struct cattn_array
 }
 
 /* Whether a number of heads is a multiple of another: no heads go with no heads only. */
-static bool divides(int64_t part, int64_t whole) {
-    return part > 0 && whole > 0 ? whole % part == 0 : part == whole;
-}
+static bool divides(int64_t part, int64_t whole) { return part > 0 && whole > 0 ? whole % part == 0 : part == whole; }
 
 static bool check_heads(const struct cattn_door *door, const struct cattn_array *inputs,
                         const struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params) {
