@@ -52,37 +52,50 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
     return vf_select(inside, score, neg_inf);
 }
 
-/* Masked scores of the keys begin .. end-1 of the block, -inf after the last key, and the block's maxima. */
+/* Scores of the keys begin .. end-1 of the block, without masks, where some row sees them; and their maxima. */
 INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys, int begin,
                        int end) {
-    real lane[LANES], *score = rows->scratch.score, *block_max = rows->scratch.block_max;
-    for (int i = 0; i < LANES; i++)
-        lane[i] = (real)i;
-    const vf index = vf_loadu(lane), neg_inf = vf_set1(NEG_INF);
+    real *score = rows->scratch.score, *block_max = rows->scratch.block_max;
     vf max[CATTN_FEW_ROWS];
     UNROLLED(r, many)
-        max[r] = neg_inf;
-    for (int k = begin; k < end; k += LANES) {
-        const int n = (int)max64(0, min64(LANES, n_keys - k));
+        max[r] = vf_set1(NEG_INF);
+    for (int k = begin; k < min64(end, n_keys); k += LANES) {
+        const int n = (int)min64(LANES, n_keys - k);
         vf acc[CATTN_FEW_ROWS];
-        if (!has_chain(rows->seen_chains, k)) {
-            UNROLLED(r, many)
-                vf_storeu(score + r * CATTN_BLOCK_KEYS + k, neg_inf);
+        if (!has_chain(rows->seen_chains, k))
             continue;
-        }
         const struct cattn_matrix key =
             find_rows(&rows->key, direct, k0 + k, n, rows->call.head_dim, rows->scratch.key_copy);
         score_keys(rows, many, &key, n, acc);
         UNROLLED(r, many) {
-            vf s = neg_inf;
-            if (n > 0 && r < rows->n_rows)
-                s = mask_keys(rows, r, k0, k, n, acc[r], index);
-            max[r] = vf_max(s, max[r]);
-            vf_storeu(score + r * CATTN_BLOCK_KEYS + k, s);
+            max[r] = vf_max(acc[r], max[r]);
+            vf_storeu(score + r * CATTN_BLOCK_KEYS + k, acc[r]);
         }
     }
     UNROLLED(r, many)
         block_max[r] = largest_lane(max[r]);
+}
+
+/* Whether mask_row would change no score of row r. */
+INLINE bool is_plain_row(const struct cattn_rows *rows, int r, int64_t k0, int n_keys, int begin, int end) {
+    return rows->call.fully_ranged && rows->seen_chains == ALL_CHAINS && !rows->masked_chains &&
+           !rows->call.has_slopes && !changes_scores(&rows->call.score_options) && r < rows->n_rows && end <= n_keys &&
+           relative(rows->per_row->lo[r], k0) <= begin && relative(rows->per_row->hi[r], k0) >= end;
+}
+
+/* Applies the masks to the scores of row r: -inf also after the last key. Returns the largest. */
+INLINE real mask_row(const struct cattn_rows *rows, int r, int64_t k0, int n_keys, int begin, int end, vf index) {
+    real *score = (real *)rows->scratch.score + r * CATTN_BLOCK_KEYS;
+    vf max = vf_set1(NEG_INF);
+    for (int k = begin; k < end; k += LANES) {
+        const int n = (int)min64(LANES, n_keys - k);
+        vf s = vf_set1(NEG_INF);
+        if (n > 0 && r < rows->n_rows && has_chain(rows->seen_chains, k))
+            s = mask_keys(rows, r, k0, k, n, vf_loadu(score + k), index);
+        max = vf_max(s, max);
+        vf_storeu(score + k, s);
+    }
+    return largest_lane(max);
 }
 
 /* Replaces one row of scores by exp(score - shift). Returns the block's sum: 8 chains by key index, then the tree. */
@@ -368,10 +381,17 @@ INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int m
     }
 }
 
-INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys,
-                            int begin, int end) {
-    real *score = rows->scratch.score, *row_sum = rows->scratch.row_sum, sum[CATTN_PAD] = {0};
-    score_rows(rows, direct, many, k0, n_keys, begin, end);
+/* Masks, softmax and dropout of the rows' scores; `many` is the number of rows padded to 1, 2, 4 or 8. Not inlined: it
+ * is long, and the same for each storage and number of rows. */
+NOINLINE void weigh_rows(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
+    real *score = rows->scratch.score, *row_sum = rows->scratch.row_sum, *block_max = rows->scratch.block_max;
+    real lane[LANES], sum[CATTN_PAD] = {0};
+    for (int i = 0; i < LANES; i++)
+        lane[i] = (real)i;
+    const vf index = vf_loadu(lane);
+    for (int r = 0; r < many; r++)
+        if (!is_plain_row(rows, r, k0, n_keys, begin, end))
+            block_max[r] = mask_row(rows, r, k0, n_keys, begin, end, index);
     /* the scores are stored now, before softmax overwrites them; `finish` turns them into weights */
     if (rows->call.has_weights)
         for (int r = 0; r < rows->n_rows; r++)
@@ -383,7 +403,7 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
         update_max(rows, r);
     for (int r = 0; r < many; r++) {
         real *s = score + r * CATTN_BLOCK_KEYS;
-        sum[r] = softmax_keys(s, begin, end, ((const real *)rows->scratch.block_max)[r]);
+        sum[r] = softmax_keys(s, begin, end, block_max[r]);
         if (r < rows->n_rows && rows->scratch.drop_bits)
             drop_keys_by_stream(rows, r, k0, s, begin, (int)min64(end, n_keys));
         else if (r < rows->n_rows && rows->drop.enabled)
@@ -398,6 +418,12 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
     for (int r = 0; r < many; r += LANES)
         vf_storeu(row_sum + r,
                   vf_fma(vf_loadu(row_sum + r), vf_loadu((real *)rows->scratch.alpha + r), vf_loadu(sum + r)));
+}
+
+INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys,
+                            int begin, int end) {
+    score_rows(rows, direct, many, k0, n_keys, begin, end);
+    weigh_rows(rows, many, k0, n_keys, begin, end);
     if (rows->call.d_v)
         value_keys(rows, direct, many, k0, begin, (int)min64(end, n_keys));
 }
@@ -414,13 +440,13 @@ ROWS_BLOCK(rows_block_2, CATTN_STORED_PLAIN, 2)
 ROWS_BLOCK(rows_block_4, CATTN_STORED_PLAIN, 4)
 ROWS_BLOCK(rows_block_8, CATTN_STORED_PLAIN, 8)
 #ifdef HALVES_ARE_QUICK /* otherwise it is faster to convert once, to scratch */
-ROWS_BLOCK(rows_block_f16_1, CATTN_STORED_F16, 1)
-ROWS_BLOCK(rows_block_f16_4, CATTN_STORED_F16, 4)
-ROWS_BLOCK(rows_block_f16_8, CATTN_STORED_F16, 8)
 ROWS_BLOCK(rows_block_bf16_1, CATTN_STORED_BF16, 1)
 ROWS_BLOCK(rows_block_bf16_4, CATTN_STORED_BF16, 4)
 ROWS_BLOCK(rows_block_bf16_8, CATTN_STORED_BF16, 8)
-#ifndef BF16_PRODUCTS /* there they are rounded on the way to scratch */
+#ifndef BF16_PRODUCTS /* there is no float16, and integers are rounded on the way to scratch */
+ROWS_BLOCK(rows_block_f16_1, CATTN_STORED_F16, 1)
+ROWS_BLOCK(rows_block_f16_4, CATTN_STORED_F16, 4)
+ROWS_BLOCK(rows_block_f16_8, CATTN_STORED_F16, 8)
 ROWS_BLOCK(rows_block_i8_1, CATTN_STORED_I8, 1)
 ROWS_BLOCK(rows_block_i8_2, CATTN_STORED_I8, 2)
 ROWS_BLOCK(rows_block_i8_4, CATTN_STORED_I8, 4)
@@ -446,18 +472,15 @@ static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
 #ifdef HALVES_ARE_QUICK
     if (reads_in_place(rows))
         switch (rows->key.storage) {
-        case CATTN_STORED_F16:
-            return n == 1 ? rows_block_f16_1 : n <= 4 ? rows_block_f16_4 : rows_block_f16_8;
         case CATTN_STORED_BF16:
             return n == 1 ? rows_block_bf16_1 : n <= 4 ? rows_block_bf16_4 : rows_block_bf16_8;
+#ifndef BF16_PRODUCTS
+        case CATTN_STORED_F16:
+            return n == 1 ? rows_block_f16_1 : n <= 4 ? rows_block_f16_4 : rows_block_f16_8;
         case CATTN_STORED_I8:
-#ifdef BF16_PRODUCTS
-            break;
-#else
             return n == 1 ? rows_block_i8_1 : n == 2 ? rows_block_i8_2 : n <= 4 ? rows_block_i8_4 : rows_block_i8_8;
 #endif
-        case CATTN_STORED_F8: /* the other rows are plain, or faster to convert once */
-        case CATTN_STORED_PLAIN:
+        default: /* the other rows are plain, or faster to convert once */
             break;
         }
 #endif
