@@ -21,10 +21,8 @@
 #define SPLIT_TASKS 4
 /* Bytes of partial results of the split path that may wait to be merged. */
 #define SPLIT_BUDGET ((cattn_size)512 << 10)
-/* Elements of a head's keys and values that do not stay in the L2 cache from one block of rows to the next, and bytes
- * between rows of which a panel does not stay in the L1 cache. */
+/* Elements of a head's keys and values that do not stay in the L2 cache from one block of rows to the next. */
 #define FAR_KEYS ((double)(1 << 18))
-#define FAR_ROW 512
 /* Blocks that go through the keys together have at most so much scratch, and each thread at least so many tasks. */
 #define JOINED_SCRATCH ((cattn_size)1 << 20)
 #define JOINED_TASKS 4
@@ -208,8 +206,9 @@ static cattn_size measure(const struct cattn_plan *plan, const struct cattn_atte
 
 /* Whether blocks of rows go through the keys together: where these come from far away, or, if the blocks see the same
  * keys, where they are copied or the rows of V so far apart that a panel of them finds few sets of the cache. */
-static bool joins_blocks(const struct cattn_plan *plan, const struct cattn_attention_params *p) {
-    const int64_t n_keys = cattn_plan_most_keys(p), far_row = FAR_ROW / (int64_t)cattn_element_size(p->dtype);
+static bool joins_blocks(const struct cattn_plan *plan, const struct cattn_attention_params *p,
+                         const struct cattn_kernels *kernels) {
+    const int64_t n_keys = cattn_plan_most_keys(p), far_row = kernels->far_row / (int64_t)cattn_element_size(p->dtype);
     const bool is_far = (double)n_keys * ((double)p->head_dim + (double)p->d_v) >= FAR_KEYS;
     const bool packs = cattn_plan_copies(p, &p->key, p->quantized_key) || (p->value.data && p->value.row >= far_row);
     return is_tile(plan) && !plan->uses_stream && !narrows_weights(p) && (is_far || (packs && n_keys == p->seqlen_k));
@@ -219,7 +218,7 @@ static bool joins_blocks(const struct cattn_plan *plan, const struct cattn_atten
 static void join_blocks(struct cattn_plan *plan, const struct cattn_attention_params *p,
                         const struct cattn_kernels *kernels) {
     const int64_t least = plan->num_threads == 1 ? 1 : JOINED_TASKS * (int64_t)plan->num_threads;
-    int most = joins_blocks(plan, p) && plan->blocks_per_unit > 1 ? CATTN_MOST_BLOCKS : 1;
+    int most = joins_blocks(plan, p, kernels) && plan->blocks_per_unit > 1 ? CATTN_MOST_BLOCKS : 1;
     do {
         plan->tasks_per_unit = cattn_ceil_div(plan->blocks_per_unit, most);
         plan->task_blocks =

@@ -559,7 +559,8 @@ static inline int64_t cattn_packed_value_cols(enum cattn_bf16_products products,
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
-    bool has_fma; /* products and sums are rounded once, as the bit contract requires */
+    bool has_fma;    /* products and sums are rounded once, as the bit contract requires */
+    int64_t far_row; /* bytes between rows of V of which a panel does not stay in the L1 cache */
 
     bool (*keeps_arithmetic)(void); /* whether the compiler kept the arithmetic of the source; see arithmetic.inc.h */
     void (*pack_query_tile)(struct cattn_rows *rows);

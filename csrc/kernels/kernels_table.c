@@ -38,10 +38,17 @@
 #define KEEP_LOOPS
 #include "simd_gnu.h"
 #elif defined(TABLE_AVX2)
-/* 12 accumulators in 16 registers. */
+/* 8 chains in 16 registers: as many as two FMAs a cycle of latency 4 need, and some room for the sums, whose spills
+ * cost more than the loads that larger tiles save. */
 #define ISA avx2
-#define MR 6
+#define MR 4
 #define NR 2
+#if REAL_BITS > 17
+#define PRODUCT_MR 4
+#define PRODUCT_NR 2
+#define PRODUCT_PACKS_FROM 64
+#endif
+#define FAR_ROW 256 /* for 32 KiB of L1 cache */
 #include "simd_avx2.h"
 #elif defined(TABLE_AVX512)
 /* For processors with 512-bit units. They do two loads and two FMAs a cycle, and every broadcast operand is a load:
@@ -96,6 +103,10 @@
 
 #if defined(ROW_KERNELS) || defined(BF16_PRODUCTS) || defined(CATTN_LIVE) /* a part of the functions */
 #pragma GCC diagnostic ignored "-Wunused-function"
+#endif
+
+#ifndef FAR_ROW
+#define FAR_ROW 512
 #endif
 
 #include "exp.inc.h"
@@ -216,6 +227,7 @@ const struct cattn_kernels PASTE(cattn_kernels_, ISA, TABLE_BITS) = {
     .mr = MR,
     .nr = NR,
     .has_fma = HAS_FMA,
+    .far_row = FAR_ROW,
 #ifdef TILE_INSTRUCTIONS
     .keeps_arithmetic = keeps_pair_arithmetic,
     .keeps_tiles = keeps_unit_arithmetic,

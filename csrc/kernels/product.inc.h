@@ -129,6 +129,54 @@ INLINE struct fetch next_rows(const struct product_slab *s, int r, int64_t l) {
                           l == 0 ? PRODUCT_MR : 0, cattn_ceil_div(bytes, CHAINS * LINE_BYTES)};
 }
 
+/* Adds a slab of a panel of PRODUCT_NR vectors from lane l on to the sums of all whole micro-tiles of rows, which are
+ * packed: add_panel without its questions. All chains have `length` terms, a constant. Returns the first row that is
+ * left. */
+INLINE int add_plain_panel(int64_t length, const struct product_slab *s, int64_t l) {
+    const int mr = PRODUCT_MR, nr = PRODUCT_NR;
+    const int64_t row = (int64_t)nr * LANES, a_row = LANES;
+    const operand *b = s->b_pack + l * length * CHAINS;
+    const int64_t n_lines = cattn_ceil_div(length * CHAINS * row * (int64_t)sizeof *b, LINE_BYTES);
+    const int64_t of_tile = cattn_ceil_div(n_lines * mr, s->n_rows), of_chain = of_tile / CHAINS;
+    struct fetch next = {(uintptr_t)(b + length * CHAINS * row), 0, 1, 1};
+    int r = 0;
+    for (; r + mr <= s->n_rows; r += mr) {
+        const operand *a = s->a_pack + r / LANES * LANES * s->n + r % LANES;
+        const struct tile_sums place = {s->sums + r * s->sums_row + l, s->sums_row, s->last, r, l};
+        vf sum[MR][WIDEST], chain[MR][WIDEST];
+        UNROLLED(m, mr)
+            UNROLLED(n, nr)
+                sum[m][n] = s->first ? vf_set1(0) : vf_loadu(place.first + m * place.row + n * LANES);
+        for (int64_t c = 0; c < CHAINS; c++) {
+            for (int64_t i = c < of_tile % CHAINS ? -1 : 0; i < of_chain; i++, next.first += LINE_BYTES)
+                fetch_lines(next, 0);
+            micro_tile(mr, nr, length, a + c * length * a_row, 1, a_row, b + c * length * row, row, chain);
+            add_tile(mr, nr, sum, chain);
+        }
+        if (s->last)
+            finish_tile(mr, nr, s, place, sum);
+        UNROLLED(m, mr)
+            UNROLLED(n, nr)
+                vf_storeu(place.first + m * place.row + n * LANES, sum[m][n]);
+    }
+    return r;
+}
+
+/* The lengths of chains that products of models have. */
+#define PLAIN_LENGTHS(use) use(4) use(8) use(16) use(24) use(32)
+#define PLAIN_PANEL(length)                                                                                            \
+    NOINLINE int plain_panel_##length(const struct product_slab *s, int64_t l) { return add_plain_panel(length, s, l); }
+PLAIN_LENGTHS(PLAIN_PANEL)
+
+/* add_plain_panel, if the chains have such a length; else 0. */
+static int add_plain_rows(const struct product_slab *s, int64_t l) {
+#define IF_PLAIN(length)                                                                                               \
+    if (s->n == (length) * CHAINS)                                                                                     \
+        return plain_panel_##length(s, l);
+    PLAIN_LENGTHS(IF_PLAIN)
+    return 0;
+}
+
 /* Adds a slab of a panel of nr vectors from lane l on to the sums of all rows at hand. */
 INLINE void add_panel(bool packs, const struct product_slab *s, int64_t l, int nr) {
     const operand *b = s->b_pack + l * s->n * TERM_ELEMENTS;
@@ -136,7 +184,8 @@ INLINE void add_panel(bool packs, const struct product_slab *s, int64_t l, int n
     const int64_t share = cattn_ceil_div(bytes * PRODUCT_MR, (int64_t)s->n_rows * CHAINS * LINE_BYTES);
     struct fetch next_b = {(uintptr_t)b + (uintptr_t)bytes, 0, 1, share};
     real edge[MR * WIDEST * LANES];
-    for (int r = 0, height; r < s->n_rows; r += height, next_b.first += (uintptr_t)(share * CHAINS * LINE_BYTES)) {
+    const int plain = packs && nr == PRODUCT_NR && n_lanes == nr * LANES ? add_plain_rows(s, l) : 0;
+    for (int r = plain, height; r < s->n_rows; r += height, next_b.first += (uintptr_t)(share * CHAINS * LINE_BYTES)) {
         height = tile_height(PRODUCT_MR, s->n_rows - r);
         const int n_rows = (int)min64(height, s->n_rows - r);
         const bool whole = n_rows == height && n_lanes == nr * LANES;

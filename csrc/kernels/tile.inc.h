@@ -64,13 +64,51 @@ INLINE int key_height(int tallest, int left) {
     return leaves_little ? 4 : tile_height(tallest, left);
 }
 
+/* The keys that every row of the panel from vector v on sees, if nothing else changes its scores. */
+INLINE struct key_half plain_keys(const struct tile *t, int v) {
+    const struct cattn_rows *rows = t->rows;
+    struct key_half keys = {0, t->n_keys};
+    if (v + NR > t->n_vectors || changes_scores(&rows->call.score_options) || rows->scratch.cap_derivative ||
+        rows->call.has_slopes)
+        return (struct key_half){0, 0};
+    UNROLLED(n, NR) {
+        const struct extent *e = &t->vector[v + n];
+        keys.begin = e->full_begin > keys.begin ? e->full_begin : keys.begin;
+        keys.end = t->has_bias[v + n] ? 0 : e->full_end < keys.end ? e->full_end : keys.end;
+    }
+    return keys;
+}
+
+/* Scores of whole tiles of the keys k .. end-1, which are plain. Returns the first key that is left. */
+NOINLINE int score_plain(const struct tile *t, int v, int k, int end) {
+    const struct cattn_rows *rows = t->rows;
+    real *block_max = (real *)rows->scratch.block_max + v * LANES;
+    for (; k + SCORE_MR <= end && key_height(SCORE_MR, end - k) == SCORE_MR; k += SCORE_MR) {
+        vf acc[MR][WIDEST];
+        score_products(SCORE_MR, NR, rows, v, (struct source){t->key.first + k * t->key.row, t->key.row}, acc);
+        real *score = score_at(rows, k, v * LANES);
+        UNROLLED(n, NR) {
+            vf max = vf_loadu(block_max + n * LANES);
+            UNROLLED(m, SCORE_MR) {
+                vf_storeu(score + m * SCORE_ROW + n * LANES, acc[m][n]);
+                max = vf_max(acc[m][n], max);
+            }
+            vf_storeu(block_max + n * LANES, max);
+        }
+    }
+    return k;
+}
+
 /* Scores of all keys of the block against the panel that begins with vector v. No score may be computed twice, because
  * a score overwrites its bias. */
 static void score_panel(const struct tile *t, int v) {
+    const struct key_half plain = plain_keys(t, v);
     int k = t->all.begin;
     while (k < t->all.end) {
         int first = v, last = (int)min64(v + NR, t->n_vectors);
         const int edge = next_edge(t, k, &first, &last);
+        if (last - first == NR && k >= plain.begin && k < plain.end)
+            k = score_plain(t, v, k, (int)min64(edge, plain.end));
         while (first < last && k < edge) {
             const int height = key_height(SCORE_MR, edge - k);
             const struct source key = key_rows(t->rows, t->key, k, height, t->n_keys);
@@ -81,8 +119,15 @@ static void score_panel(const struct tile *t, int v) {
     }
 }
 
-/* The weights of 8 keys from key k on. */
-INLINE void store_weights(real *score, int k, bool paired, const vf w[CATTN_SUM_CHAINS]) {
+/* The chains of weights that are computed together: their sums and exponentials stay in registers. */
+#if REGISTERS < 32 && !defined(BF16_PRODUCTS)
+#define CHAINS_AT_ONCE 2
+#else
+#define CHAINS_AT_ONCE CATTN_SUM_CHAINS
+#endif
+
+/* The weights of CHAINS_AT_ONCE keys from key k on; pairs only of all chains. */
+INLINE void store_weights(real *score, int k, bool paired, const vf w[CHAINS_AT_ONCE]) {
 #ifdef BF16_PRODUCTS
     if (paired) {
         UNROLLED(c, CATTN_SUM_CHAINS / 2)
@@ -91,7 +136,7 @@ INLINE void store_weights(real *score, int k, bool paired, const vf w[CATTN_SUM_
     }
 #endif
     (void)paired;
-    UNROLLED(c, CATTN_SUM_CHAINS)
+    UNROLLED(c, CHAINS_AT_ONCE)
         vf_storeu(score + (k + c) * CATTN_TILE_ROWS, w[c]);
 }
 
@@ -103,18 +148,23 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     const vf shift = vf_loadu((const real *)rows->scratch.block_max + r);
     real *score = (real *)rows->scratch.score + r, *row_sum = (real *)rows->scratch.row_sum + r;
     vf sum[CATTN_SUM_CHAINS];
-    UNROLLED(c, CATTN_SUM_CHAINS)
-        sum[c] = vf_set1(0);
-    for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS) {
-        vf w[CATTN_SUM_CHAINS];
-        UNROLLED(c, CATTN_SUM_CHAINS)
-            w[c] = vf_set1(0);
-        if (has_chain(e->chains, k))
-            UNROLLED(c, CATTN_SUM_CHAINS) {
-                w[c] = vf_exp(vf_loadu(score + (k + c) * CATTN_TILE_ROWS) - shift);
-                sum[c] = sum[c] + w[c];
-            }
-        store_weights(score, k, paired, w);
+    for (int first = 0; first < CATTN_SUM_CHAINS; first += CHAINS_AT_ONCE) {
+        vf part[CHAINS_AT_ONCE];
+        UNROLLED(c, CHAINS_AT_ONCE)
+            part[c] = vf_set1(0);
+        for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS) {
+            vf w[CHAINS_AT_ONCE];
+            UNROLLED(c, CHAINS_AT_ONCE)
+                w[c] = vf_set1(0);
+            if (has_chain(e->chains, k))
+                UNROLLED(c, CHAINS_AT_ONCE) {
+                    w[c] = vf_exp(vf_loadu(score + (k + first + c) * CATTN_TILE_ROWS) - shift);
+                    part[c] = part[c] + w[c];
+                }
+            store_weights(score, k + first, paired, w);
+        }
+        UNROLLED(c, CHAINS_AT_ONCE)
+            sum[first + c] = part[c];
     }
     vf alpha = vf_loadu((const real *)rows->scratch.alpha + r);
     vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, SUM_TREE(sum)));
@@ -201,6 +251,39 @@ NOINLINE void value_tile_of_chains(const struct tile *t, int g, int64_t c, struc
             c, true, keys, value, factor);
 }
 
+/* value_tile of the groups first .. end-1, which see the same keys. */
+NOINLINE void value_plain(const struct tile *t, int first, int end, int64_t c, struct key_half keys,
+                          struct source value, const real *factor, int step) {
+    for (int g = first; g < end; g++)
+        value_tile(MR, NR, t, ALL_CHAINS, g * MR, c, false, keys, value, factor + (g - first) * step);
+}
+
+/* The keys of half i that some row of group g sees. */
+INLINE struct key_half group_keys(const struct tile *t, int i, int g) {
+    return key_half_of(i, t->group[g].begin, t->group[g].end);
+}
+
+/* Whether some row of the group does not see all of these keys. */
+INLINE bool is_partial(const struct tile *t, int g, struct key_half keys) {
+    const struct extent *e = &t->group[g];
+    return !t->rows->call.fully_ranged || keys.begin < e->full_begin || min64(keys.end, t->n_keys) > e->full_end;
+}
+
+/* Sets end[g] to the end of the run of whole groups from g on whose rows all see the same keys of half i; to g itself
+ * where some row of the group does not. */
+static void find_plain_groups(const struct tile *t, int i, uint8_t end[N_GROUPS]) {
+    for (int g = t->n_groups - 1; g >= 0; g--) {
+        const struct key_half keys = group_keys(t, i, g);
+        const bool plain = !t->has_chains && t->group[g].begin < t->group[g].end && !is_partial(t, g, keys) &&
+                           tile_height(MR, t->rows->n_rows - g * MR) == MR;
+        end[g] = (uint8_t)(plain ? g + 1 : g);
+        if (plain && g + 1 < t->n_groups && end[g + 1] > g + 1) {
+            const struct key_half next = group_keys(t, i, g + 1);
+            end[g] = next.begin == keys.begin && next.end == keys.end ? end[g + 1] : end[g];
+        }
+    }
+}
+
 /* P V of the block, half by half, so that a panel of V stays in the L1 cache while all rows use it. */
 static void value_block(const struct tile *t) {
     struct cattn_rows *rows = t->rows;
@@ -210,8 +293,10 @@ static void value_block(const struct tile *t) {
     /* The first half runs even without keys, because it multiplies the accumulators with alpha. */
     for (int i = 0; i < 2; i++) {
         const struct key_half all = key_half_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
+        uint8_t plain_end[N_GROUPS];
         if (i > 0 && key_half_is_empty(all))
             break;
+        find_plain_groups(t, i, plain_end);
         for (int64_t c = 0; c < rows->call.d_v; c += PANEL) {
 #ifdef BF16_PRODUCTS
             const struct source value = {t->value.first + all.begin / 2 * t->value.row + 2 * c, t->value.row};
@@ -220,19 +305,22 @@ static void value_block(const struct tile *t) {
             const struct source value = value_run(rows, t->value, all.begin, all.end, c);
             const int64_t per_row = 1;
 #endif
-            for (int g = 0; g < t->n_groups; g++) {
-                const struct extent *e = &t->group[g];
-                const struct key_half keys = key_half_of(i, e->begin, e->end);
-                if (e->begin == e->end || (i > 0 && key_half_is_empty(keys)))
+            const bool wide = NR == 1 || rows->call.d_v - c > LANES;
+            for (int g = 0, end; g < t->n_groups; g = end) {
+                const struct key_half keys = group_keys(t, i, g);
+                end = g + 1;
+                if (t->group[g].begin == t->group[g].end || (i > 0 && key_half_is_empty(keys)))
                     continue;
-                const bool partial = !rows->call.fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->scratch.alpha + g * MR : ones;
                 const struct source from = {value.first + (keys.begin - all.begin) / per_row * value.row, value.row};
-                if (t->has_chains)
+                if (wide && plain_end[g] > g) {
+                    end = plain_end[g];
+                    value_plain(t, g, end, c, keys, from, factor, i == 0 ? MR : 0);
+                } else if (t->has_chains)
                     value_tile_of_chains(t, g, c, keys, from, factor);
                 else
-                    AT_SIZE(MR, tile_height(MR, rows->n_rows - g * MR), rows->call.d_v - c > LANES, value_tile, t,
-                            ALL_CHAINS, g * MR, c, partial, keys, from, factor);
+                    AT_SIZE(MR, tile_height(MR, rows->n_rows - g * MR), wide, value_tile, t, ALL_CHAINS, g * MR, c,
+                            is_partial(t, g, keys), keys, from, factor);
             }
         }
     }
