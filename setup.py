@@ -1,8 +1,8 @@
 """Builds the extension module cattn._cattn: kernels once for each instruction set and element type, other files once.
 
-A build is for the processor of this machine: it has the table of kernels that this processor prefers, and slower ones,
-compiled with less optimisation, in case the build is moved to another machine. CATTN_TABLES=all is for what is given
-to others.
+A build is for the processor of this machine: it has the table of kernels that this processor prefers; an editable
+install has `scalar`, too, with which the tests compare. On a processor that cannot run them the import fails and says
+what to type. CATTN_TABLES=all is for what is given to others.
 
 Needs GCC or Clang, whose vector extensions the kernels use. On Windows that is clang-cl, which comes with Visual Studio
 as an option and is found there, or MinGW-w64 (build_ext --compiler=mingw32). The compiler itself is asked which machine
@@ -14,7 +14,7 @@ Switches of the environment:
   CATTN_DEBUG=1         no optimisation, debug information, assertions
   CATTN_SANITIZE=...    address,undefined or thread
   CATTN_TABLES=...      tables to compile besides scalar, separated by commas, or "all": for wheels and packages, and
-                        with an editable install the table for tests, too (default: those for this machine)
+                        with an editable install the table for tests, too (default: what this machine runs)
   CATTN_COVERAGE=1      gcov counters
 """
 
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -136,14 +136,19 @@ def compile_flags(exact: Sequence[str] = ()) -> list[str]:
     return flags
 
 
-def kernel_objects(tables: dict[str, list[str]]) -> dict[str, tuple[list[tuple[str, str]], list[str]]]:
-    """Return macros and flags for each object of kernels_table.c that these tables, with their flags, consist of."""
+def kernel_objects(
+    tables: dict[str, list[str]], quick: Collection[str] = ()
+) -> dict[str, tuple[list[tuple[str, str]], list[str]]]:
+    """Return macros and flags for each object of kernels_table.c that these tables, with their flags, consist of.
+
+    The kinds `quick` have -O1.
+    """
     objects = {}
     for table, flags in tables.items():
         for kind in ONE_KIND.get(table, tuple(KINDS)):
             name = SHARED.get(table, {}).get(kind, table)
             macros = [(f"TABLE_{name.upper()}", "1"), *KINDS[kind]]
-            objects[f"{name}_{kind}"] = (macros, tables.get(name, flags))
+            objects[f"{name}_{kind}"] = (macros, [*tables.get(name, flags), *["-O1"] * (kind in quick)])
     return objects
 
 
@@ -291,15 +296,20 @@ class BuildTables(build_ext):
                 raise CompileError(f"CATTN_TABLES={wanted}: no table {min(unknown)!r}, only all or {', '.join(TABLES)}")
             names |= ONE_KIND.keys() if names & {"avx512", "avx512_256"} else set()
         elif not wanted and preferred:
-            names = preferred | {"scalar"} | (set() if "gnu128" in preferred else {"avx2"})
+            names = preferred | ({"scalar"} if self.for_tests or self.editable_mode else set())
         elif self.for_tests or self.editable_mode:
             names = set(tables)
         else:
             names, preferred = tables.keys() - {"gnu512"}, set()
         tables = {name: isa for name, isa in tables.items() if name in names}
-        # -O1 takes half the time, for tables that wait for another machine; `scalar` serves where nothing else does
+        # -O1 takes half the time, for tables that this machine does not prefer
         quick = {"scalar"} | (names - preferred if preferred else set())
         return {name: isa + ["-O1"] * (name in quick and not switch("DEBUG")) for name, isa in tables.items()}
+
+    def quick_kinds(self, tables: Collection[str]) -> set[str]:
+        """Return the kinds whose instruction this machine lacks, in a build for it: -O1 takes half the time."""
+        native = not switch("TABLES") and self.preferred_tables()
+        return {kind for name, (kind,) in ONE_KIND.items() if native and name not in tables and not switch("DEBUG")}
 
     def flags(self) -> list[str]:
         """Return the flags of every object."""
@@ -345,8 +355,9 @@ class BuildTables(build_ext):
         plain = [flag for flag in flags if flag not in OPTIMIZED]  # for tables that have -O1
         jobs += [
             (kernels, macros, (plain if "-O1" in isa else flags) + isa)
-            for macros, isa in kernel_objects(tables).values()
+            for macros, isa in kernel_objects(tables, self.quick_kinds(tables)).values()
         ]
+        jobs.reverse()  # the kernels take longest and begin first
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
         lists = ["-MMD"] * (not msvc and not WINDOWS and "-arch" not in self.compiler.compiler_so)

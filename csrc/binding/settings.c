@@ -44,12 +44,12 @@ PyObject *cattn_py_isa_list(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unu
     return list;
 }
 
-/* "avx2, scalar": the names of the tables that this CPU can run. */
-static PyObject *usable_names(void) {
+/* "scalar, avx2": the names of the tables that this CPU can run, or cannot. */
+static PyObject *table_names(bool usable) {
     PyObject *names = PyUnicode_FromString("");
     for (int i = 0; names != NULL && i < cattn_isa_count(); i++) {
         const struct cattn_isa_info info = cattn_isa_info(i);
-        if (!info.usable)
+        if (info.usable != usable)
             continue;
         PyObject *longer = PyUnicode_FromFormat("%U%s%s", names, PyUnicode_GetLength(names) > 0 ? ", " : "", info.name);
         Py_DECREF(names);
@@ -61,10 +61,16 @@ static PyObject *usable_names(void) {
 static bool select_isa(const char *name, PyObject *exception, const char *argument) {
     if (cattn_isa_select(name))
         return true;
-    PyObject *names = usable_names();
-    if (names != NULL)
-        PyErr_Format(exception, "%s is '%s', which this machine or this build cannot run; usable: %U", argument,
-                     name != NULL ? name : "", names);
+    PyObject *names = table_names(name != NULL);
+    if (names != NULL && name != NULL)
+        PyErr_Format(exception, "%s is '%s', which this machine or this build cannot run; usable: %U", argument, name,
+                     names);
+    else if (names != NULL)
+        PyErr_Format(exception,
+                     "cattn was compiled for a processor that has %U, which this one lacks: compile it here, by `pip "
+                     "install --force-reinstall --no-deps --no-cache-dir .` in a clone, or there for every processor, "
+                     "with CATTN_TABLES=all before the command",
+                     names);
     Py_XDECREF(names);
     return false;
 }
@@ -168,7 +174,7 @@ static bool warn_of_arithmetic(void) {
 static bool warn_of_isa(bool is_chosen) {
     if (!cattn_isa_wastes_fma())
         return true;
-    PyObject *names = usable_names();
+    PyObject *names = table_names(true);
     if (names == NULL)
         return false;
     const char *cause = is_chosen ? "CATTN_ISA selects it" : "this build has no better one for this processor";

@@ -35,7 +35,8 @@ struct table {
 static const struct table tables[] = {
 #ifdef CATTN_LIVE /* the live page: forward passes in float32 */
     {"scalar", {&cattn_kernels_scalar_32}, {&cattn_row_kernels_scalar_32}, {{NULL, NULL}}, 0, 0, false},
-#else
+#endif
+#ifdef CATTN_HAVE_SCALAR
     {TABLE(scalar), 0, 0, false},
 #endif
 #ifdef CATTN_HAVE_GNU128
