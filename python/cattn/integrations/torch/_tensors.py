@@ -248,7 +248,7 @@ def check_class(tensor: Tensor, name: str) -> None:
         return
     own: Any = type(tensor).__torch_function__
     # FakeTensor and the other classes that PyTorch traces with have none.
-    if own is _private._disabled_torch_function_impl or own.__func__ is _inherited:
+    if own is _private._disabled_torch_function_impl or getattr(own, "__func__", None) is _inherited:
         return
     cure = f"pass {name}.as_subclass(torch.Tensor) if its memory holds its numbers"
     raise TypeError(f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: {cure}")
