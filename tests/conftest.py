@@ -85,17 +85,17 @@ def slower_tables() -> list[str]:
     """Return the tables that this machine can run beside the one in use, or "avx2" alone if it is among them.
 
     Without one that has the instructions of another: `gnu512` beside `avx512`, and the tables of AVX-512 that are not
-    in use, which differ in the shape of their tiles and in the products of bfloat16. `scalar` and `gnu128` take ten
-    times as long as "avx2"; tools/machines compares their bits in each run of CI, and `--nightly` runs all tests on
-    them.
+    in use, which differ in the shape of their tiles and in the products of bfloat16. Without `scalar` and `gnu128`,
+    which take ten times as long as "avx2": the tests compare with `scalar` anyway, tools/machines compares the bits of
+    both in each run of CI, and `--nightly` runs all tests on them.
     """
     runs = [table["name"] for table in _cattn._isa_list() if table["usable"]]
     in_use = _cattn._get_isa()
     if "avx2" in runs and in_use != "avx2":
         return ["avx2"]
     shapes = {"avx512", "avx512_256", "avx512_bf16", "avx512_bf16_few", "avx512_256_bf16", "avx512_amx"}
-    left_out = ({"gnu512"} if "avx512" in runs else set()) | (shapes if in_use in shapes else set()) | {in_use}
-    return [name for name in runs if name not in left_out]
+    left_out = ({"gnu512"} if "avx512" in runs else set()) | (shapes if in_use in shapes else set())
+    return [name for name in runs if name not in left_out | {"scalar", "gnu128", in_use}]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

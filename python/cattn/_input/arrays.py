@@ -91,13 +91,13 @@ def check_storage(tensor: Any, name: str) -> None:
 def check_tensors(obj: Any, name: str, outer: tuple[int, ...] = ()) -> None:
     """Do `check_storage` for a tensor of the CPU, and for each of a list; for what some other function reads.
 
-    `outer` has the lists around this one, by their ids: a list may contain itself.
+    `outer` has the lists around this one, by their ids: a list may contain itself, and NumPy takes 64 of them at most.
     """
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is None:
         return
     if isinstance(obj, (list, tuple)):
-        if id(obj) not in outer and obj and isinstance(obj[0], (list, tuple, torch.Tensor)):
+        if len(outer) < 64 and id(obj) not in outer and obj and isinstance(obj[0], (list, tuple, torch.Tensor)):
             for part in obj:
                 check_tensors(part, name, (*outer, id(obj)))
     elif isinstance(obj, torch.Tensor) and obj.is_cpu and obj.layout is torch.strided and not obj.is_nested:

@@ -274,7 +274,7 @@ def _missing_advice(text: str, function: str, given: list[object]) -> str:
     first = given[0] if len(given) == 1 else None
     if isinstance(first, (tuple, list)) and len(first) > 1 and all(hasattr(each, "shape") for each in first):
         return f"unpack the {type(first).__name__}, {function}(*arrays)"
-    if "'out' and 'lse'" in text or "'out', 'lse'" in text:
+    if given and ("'out' and 'lse'" in text or "'out', 'lse'" in text):
         return "out and lse are results of the forward call, with return_lse=True"
     return ""
 
