@@ -579,7 +579,7 @@ WHEN = {"eager": ("before", "inside"), "aot_eager": ("inside",)}  # graphs of th
 MADE = [(name, backend, made) for name in DERIVATIVES for backend, times in WHEN.items() for made in times]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's, of what it leaves to Python
 @looped("name, backend, made, context", [(*case, list(CONTEXTS)[(i + i // 3) % 3]) for i, case in enumerate(MADE)])
 def test_compiled_derivatives_inside_a_context_are_right_or_an_error(
     name: str, backend: str, made: str, context: str
