@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("quick", _common, derandomize=True, databas
 hypothesis.settings.register_profile("long", _common, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# The name of a case that runs on a table which its whole name chooses.
+# The name of a case that runs on a table beside the one in use.
 SLOWER = "a slower table"
 # Tests of what stands beside the library, and takes the quick form a fifth of its time.
 BESIDE = ("test_benchmarks.py", "test_build.py")
@@ -82,20 +82,13 @@ def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -
 
 
 def slower_tables() -> list[str]:
-    """Return the tables that this machine can run beside the one in use, or "avx2" alone if it is among them.
+    """Return "avx2" where this machine can run it beside the table in use.
 
-    Without one that has the instructions of another: `gnu512` beside `avx512`, and the tables of AVX-512 that are not
-    in use, which differ in the shape of their tiles and in the products of bfloat16. Without `scalar` and `gnu128`,
-    which take ten times as long as "avx2": the tests compare with `scalar` anyway, tools/machines compares the bits of
-    both in each run of CI, and `--nightly` runs all tests on them.
+    No other one: the tests compare with `scalar` anyway, and like `gnu128` it takes ten times as long. tools/machines
+    compares the bits of both in each run of CI, and `--nightly` runs all tests on every table.
     """
     runs = [table["name"] for table in _cattn._isa_list() if table["usable"]]
-    in_use = _cattn._get_isa()
-    if "avx2" in runs and in_use != "avx2":
-        return ["avx2"]
-    shapes = {"avx512", "avx512_256", "avx512_bf16", "avx512_bf16_few", "avx512_256_bf16", "avx512_amx"}
-    left_out = ({"gnu512"} if "avx512" in runs else set()) | (shapes if in_use in shapes else set())
-    return [name for name in runs if name not in left_out | {"scalar", "gnu128", in_use}]
+    return ["avx2"] if "avx2" in runs and _cattn._get_isa() != "avx2" else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -121,7 +114,7 @@ def compares_bits(metafunc: pytest.Metafunc) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Choose the kernel tables of tests that take `isa`.
 
-    The quick form runs on the table in use. `-m ""` adds one slower table where bits are compared: whatever else is
+    The quick form runs on the table in use. `-m ""` adds a slower table where bits are compared: whatever else is
     right on one table is right on all, for their bits are the same. `--nightly` has them all.
     """
     given = any("isa" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
@@ -174,8 +167,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a kernel table, which is in use during the test; see `pytest_generate_tests`."""
     name: str = request.param
     if name == SLOWER:
-        slower = slower_tables()
-        name = slower[number_of(request.node.nodeid) % len(slower)]
+        name = slower_tables()[0]
     before = _cattn._get_isa()
     usable = {table["name"]: table["usable"] for table in _cattn._isa_list()}
     if not usable[name]:
