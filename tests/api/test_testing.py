@@ -261,7 +261,7 @@ def changes_query(q: Array, k: Array, v: Array) -> Array:
 
 
 class KeepsState:
-    """Linear attention whose state is that of the last call, unless the shapes are others."""
+    """Linear attention that begins with the state of the last call, unless the shapes are others."""
 
     state: Any = None
 
