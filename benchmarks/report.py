@@ -45,11 +45,16 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def load(folder: Path, group: str) -> dict[str, Any] | None:
-    """Return the newest kept results of a group among all machines, if there are any."""
+def load_all(folder: Path, group: str) -> list[dict[str, Any]]:
+    """Return the kept results of a group, one for each machine, the newest first."""
     machines = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
     found: list[dict[str, Any]] = [machine[group] for machine in machines if group in machine]
-    return max(found, key=lambda kept: str(kept["machine"]["date"]), default=None)
+    return sorted(found, key=lambda kept: str(kept["machine"]["date"]), reverse=True)
+
+
+def load(folder: Path, group: str) -> dict[str, Any] | None:
+    """Return the newest kept results of a group among all machines, if there are any."""
+    return next(iter(load_all(folder, group)), None)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -143,39 +148,36 @@ def agreement(before: Path, now: Path, groups: list[str]) -> str:
 
 
 def markdown(folder: Path) -> str:
-    """Return the table of docs/performance.md: prefill against the best peer of each row, PyTorch and NumPy."""
-    kept = load(folder, "prefill")
-    if kept is None:
+    """Return the table of docs/performance.md: prefill against the best peer of each row, a column for each machine."""
+    found = load_all(folder, "prefill")
+    if not found:
         raise FileNotFoundError(f"{folder} has no results of prefill: run `python -m benchmarks prefill` first")
-    machine, rows = kept["machine"], kept["rows"]
-    packages = {peer.package: peer.title.split()[0] for peer in PEERS.values() if peer.package in machine}
-    versions = ", ".join(f"{title} {machine[package]}" for package, title in packages.items())
-    shown = [name for name in ("torch", "numpy") if any(name in row["ratios"] for row in rows)]
-    titles = [
-        "query",
-        "time",
-        "of the FMA peak",
-        "of the best product",
-        "best peer",
-        *(PEERS[name].title for name in shown),
-    ]
+    named = [f"{kept['machine']['cpu']}, {kept['machine']['instruction_set']} kernels" for kept in found]
     lines = [
-        "Other libraries' time in units of cattn's, one thread, causal unless all keys are visible, medians of",
-        f"interleaved rounds (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels,",
-        f"{machine['date']}; {versions}):",
+        "The time of the best other library in units of cattn's, and cattn's share of the FMA peak; one thread, causal",
+        "unless all keys are visible, medians of interleaved rounds (`python -m benchmarks prefill`):",
         "",
-        "| " + " | ".join(titles) + " |",
-        "| --- | ---: | ---: | ---: | --- |" + " ---: |" * len(shown),
+        "| query | " + " | ".join(named) + " |",
+        "| --- |" + " --- |" * len(found),
     ]
-    for row in rows:
-        first = row.get("best_peer")
-        best = f"{PEERS[first].title} {row['ratios'][first]:.2f}×" if first in PEERS else ""
-        ratios = [f"{row['ratios'][name]:.1f}×" if name in row["ratios"] else "" for name in shown]
-        share = f"{row['percent']:.0f} %" if "percent" in row else ""
-        product = f"{row['product']['percent']:.0f} % ({row['product']['best']})" if "product" in row else ""
-        took = duration(row["seconds"]["cattn"]["median"])
-        lines.append("| " + " | ".join([row["name"], took, share, product, best, *ratios]) + " |")
+    rows = [{row["name"]: row for row in kept["rows"]} for kept in found]
+    lines += [f"| {name} | " + " | ".join(_cell(of.get(name)) for of in rows) + " |" for name in rows[0]]
+    lines.append("")
+    for kept, name in zip(found, named, strict=True):
+        machine = kept["machine"]
+        packages = {peer.package: peer.title.split()[0] for peer in PEERS.values() if peer.package in machine}
+        versions = ", ".join(f"{title} {machine[package]}" for package, title in packages.items())
+        lines.append(f"- {name}: {machine['date']}, {versions}.")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    """Return a machine's cell of the table: the best peer's ratio and name, and the share of the peak."""
+    if row is None:
+        return ""
+    first = row.get("best_peer")
+    best = [f"{row['ratios'][first]:.2f}× ({PEERS[first].title})"] if first in PEERS else []
+    return ", ".join([*best, *([f"{row['percent']:.0f} %"] if "percent" in row else [])])
 
 
 def write_into(path: Path, table: str) -> None:
@@ -190,34 +192,44 @@ def write_into(path: Path, table: str) -> None:
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
 def draw(folder: Path) -> Path | None:
-    """Draw the ratios of causal attention by sequence length from the kept results. Return the file."""
+    """Draw the ratios of causal attention by sequence length from the kept results of all machines. Return the file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    results = load(folder, "prefill")
-    if not results:
+    found = load_all(folder, "prefill")
+    if not found:
         return None
-    rows = [row for row in results["rows"] if row["dtype"] == "float32" and row["shape"][3] == 64]
-    rows = [row for row in rows if row.get("keys") is None]  # causal
-    machine = results["machine"]
-    figure, ax = plt.subplots(figsize=(8, 4), dpi=110, layout="constrained")
-    ax.set(xlabel="T, tokens", ylabel="times as long as cattn", xscale="log")
-    title = f"{machine['cpu']}, {machine['instruction_set']}, one thread, causal float32, head_dim 64"
-    ax.set_title(title, fontsize="small")
-    lengths = [row["T"] for row in rows]
-    ax.set_xticks(lengths, [str(length) for length in lengths])
-    ax.minorticks_off()
-    ax.grid(alpha=0.3)
-    for name, peer in PEERS.items():
-        points = [(row["T"], row["ratios"][name]) for row in rows if name in row["ratios"]]
-        if points:
-            ax.plot(*zip(*points, strict=True), "o-", label=peer.title)
-    ax.axhline(1, color="0.3", linewidth=1)
-    ax.set_ylim(bottom=0)
-    figure.legend(loc="outside right center", fontsize="small")
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(3 + 3.6 * len(found), 4), dpi=110, layout="constrained", sharey=True, squeeze=False
+    )
+    for ax, kept in zip(axes[0], found, strict=True):
+        _draw_machine(ax, kept)
+    axes[0, 0].set_ylabel("times as long as cattn")
+    axes[0, 0].set_ylim(bottom=0)
+    curves = {curve.get_label(): curve for ax in axes[0] for curve in ax.get_lines()[:-1]}
+    figure.legend(list(curves.values()), list(curves), loc="outside right center", fontsize="small")
+    figure.suptitle("one thread, causal float32, head_dim 64", fontsize="medium")
     path = folder / "ratios.png"
     figure.savefig(path)
     plt.close(figure)
     return path
+
+
+def _draw_machine(ax: Any, kept: dict[str, Any]) -> None:
+    """Draw one curve for each peer, in the peer's own color, and a line at 1 at last."""
+    rows = [row for row in kept["rows"] if row["dtype"] == "float32" and row["shape"][3] == 64]
+    rows = [row for row in rows if row.get("keys") is None]  # causal
+    machine = kept["machine"]
+    ax.set(xlabel="T, tokens", xscale="log")
+    ax.set_title(f"{machine['cpu']}\n{machine['instruction_set']} kernels", fontsize="small")
+    lengths = [row["T"] for row in rows]
+    ax.set_xticks(lengths, [str(length) for length in lengths])
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    for number, (name, peer) in enumerate(PEERS.items()):
+        points = [(row["T"], row["ratios"][name]) for row in rows if name in row["ratios"]]
+        if points:
+            ax.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=peer.title)
+    ax.axhline(1, color="0.3", linewidth=1)
