@@ -59,9 +59,12 @@ AMX, AMX_FLAGS = "amx", [AVX512_BF16_FLAG, "-mamx-tile", "-mamx-bf16"]
 KINDS = {bits: [("REAL_BITS", bits)] for bits in ("16", "17", "32", "64")}
 KINDS |= {f"rows{bits}": [("REAL_BITS", bits), ("ROW_KERNELS", "1")] for bits in ("32", "64")}
 ONE_KIND = {AVX512_BF16: ("16",), AMX: ("17",)}
-TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
+TABLES = PORTABLE | {"gnu512": GNU512, "avx2_4x2": AVX2, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # The kinds of a table that are another table's, as core/dispatch.c has it.
-SHARED = {"avx512_256": dict.fromkeys(["16", "17", "rows32", "rows64"], "avx512")}
+SHARED = {
+    narrow: dict.fromkeys(["16", "17", "rows32", "rows64"], wide)
+    for narrow, wide in {"avx2_4x2": "avx2", "avx512_256": "avx512"}.items()
+}
 # Prints the tables that this machine's processor prefers, by the rules of csrc/core/dispatch.c.
 PROBE = """\
 #include <stdio.h>
@@ -69,8 +72,8 @@ PROBE = """\
 void cattn_run_once(cattn_once *once, void (*function)(void)) { (void)once, function(); }
 int main(void) {
     const unsigned cpu = cattn_cpu();
-    puts(cpu & CATTN_CPU_AVX512 ? cpu & CATTN_CPU_SPLITS_512 ? "avx512_256" : "avx512"
-         : cpu & CATTN_CPU_AVX2 ? "avx2" : "gnu128");
+    puts(cpu & CATTN_CPU_AVX512 ? cpu & CATTN_CPU_AMD_25 ? "avx512_256" : "avx512"
+         : cpu & CATTN_CPU_AVX2 ? cpu & CATTN_CPU_AMD_25 ? "avx2_4x2" : "avx2" : "gnu128");
     if (cpu & CATTN_CPU_AVX512_BF16) puts("avx512_bf16");
     if (cpu & CATTN_CPU_AMX) puts("amx");
     return 0;

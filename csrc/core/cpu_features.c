@@ -73,7 +73,7 @@ static void detect(void) {
         all_of(eax, HAS_AVX512_BF16))
         features |= CATTN_CPU_AVX512_BF16 | (has_tiles ? CATTN_CPU_AMX : 0);
     if (is_amd_25(signature))
-        features |= CATTN_CPU_SPLITS_512;
+        features |= CATTN_CPU_AMD_25;
     if (is_vendor("GenuineIntel"))
         features |= CATTN_CPU_SLOW_PAIRS;
 }

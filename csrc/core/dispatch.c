@@ -45,8 +45,11 @@ static const struct table tables[] = {
 #ifdef CATTN_HAVE_GNU512
     {TABLE(gnu512), CATTN_CPU_AVX2, 0, true},
 #endif
+#ifdef CATTN_HAVE_AVX2_4X2
+    {TABLE_WITH(avx2_4x2, "avx2_4x2", avx2, avx2, avx2, avx2, avx2), CATTN_CPU_AVX2, 0, false},
+#endif
 #ifdef CATTN_HAVE_AVX2
-    {TABLE(avx2), CATTN_CPU_AVX2, 0, false},
+    {TABLE(avx2), CATTN_CPU_AVX2, CATTN_CPU_AMD_25, false},
 #endif
 #ifdef CATTN_HAVE_AVX512_256
     {TABLE_WITH(avx512_256, "avx512_256", avx512, avx512, avx512, avx512, avx512), CATTN_CPU_AVX512, 0, false},
@@ -56,13 +59,13 @@ static const struct table tables[] = {
 #endif
 #endif
 #ifdef CATTN_HAVE_AVX512
-    {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_SPLITS_512, false},
+    {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_AMD_25, false},
 #ifdef CATTN_HAVE_AVX512_BF16
     /* the instruction serves few rows, where conversions and memory count; FMAs multiply tiles */
     {TABLE_WITH(avx512, "avx512_bf16_few", avx512, avx512, avx512_bf16, avx512, avx512),
-     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512, false},
+     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_AMD_25, false},
     {TABLE_WITH(avx512, "avx512_bf16", avx512, avx512_bf16, avx512_bf16, avx512, avx512),
-     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512 | CATTN_CPU_SLOW_PAIRS, false},
+     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_AMD_25 | CATTN_CPU_SLOW_PAIRS, false},
 #ifdef CATTN_HAVE_AMX /* its kernels of tiles take the place of avx512's if the system permits them */
     {TABLE_WITH(avx512, "avx512_amx", avx512, avx512, avx512_bf16, avx512, amx),
      CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16 | CATTN_CPU_AMX, 0, false},

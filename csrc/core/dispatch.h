@@ -13,9 +13,9 @@
 #define CATTN_CPU_FMA 1u
 #define CATTN_CPU_AVX2 2u   /* with FMA and F16C */
 #define CATTN_CPU_AVX512 4u /* F, BW, DQ and VL together, with AVX2 */
-/* Does a 512-bit operation as two of 256 bits: AMD's family 25, of which Zen 4 has AVX-512. Measured there: tiles of
- * 12 x 1 vectors are 1 to 4 % faster than 8 x 2. On Zen 5 they are 20 % slower. */
-#define CATTN_CPU_SPLITS_512 8u
+/* AMD's family 25, Zen 3 and Zen 4. Zen 4 does a 512-bit operation as two of 256 bits: tiles of 12 x 1 vectors are 1 to
+ * 4 % faster there than 8 x 2, and 20 % slower on Zen 5. */
+#define CATTN_CPU_AMD_25 8u
 #define CATTN_CPU_AVX512_BF16 16u /* with AVX-512 */
 /* Multiplies pairs of bfloat16 at half the rate of FMAs, so that two FMAs a pair are faster where operands stay in
  * registers: all processors of Intel so far, whose VDPBF16PS starts every other cycle. AMD's starts twice a cycle. */

@@ -659,6 +659,7 @@ struct cattn_row_kernels {
 #ifndef __x86_64__
 #undef CATTN_HAVE_GNU512
 #undef CATTN_HAVE_AVX2
+#undef CATTN_HAVE_AVX2_4X2
 #undef CATTN_HAVE_AVX512_256
 #undef CATTN_HAVE_AVX512
 #undef CATTN_HAVE_AVX512_BF16
@@ -675,6 +676,7 @@ CATTN_EXTERN_TABLES(gnu128);
 CATTN_EXTERN_TABLES(gnu512);
 CATTN_EXTERN_TABLES(avx2);
 CATTN_EXTERN_TABLES(avx512);
+extern const struct cattn_kernels cattn_kernels_avx2_4x2_32, cattn_kernels_avx2_4x2_64;
 extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64;
 extern const struct cattn_kernels cattn_kernels_avx512_bf16_16, cattn_kernels_amx_17;
 

@@ -141,7 +141,7 @@ def test_every_path_and_table_gives_the_same_bits_past_three_key_chunks(name: st
         assert_same_bits(result, right, way)
 
 
-@pytest.mark.parametrize("which", ["avx2", "avx512_256", "avx512", "gnu512"])
+@pytest.mark.parametrize("which", ["avx2_4x2", "avx2", "avx512_256", "avx512", "gnu512"])
 def test_a_long_causal_prefill_has_the_same_bits(which: str, dtype: type) -> None:
     """The last rows of a full pass over more than three key chunks, by the tile path on two threads."""
     usable = {entry["name"]: entry["usable"] for entry in cattn.show_config("dicts")["tables"]}

@@ -114,14 +114,14 @@ def test_every_table_is_compiled_wherever_it_can_be() -> None:
     names = {table["name"] for table in _cattn._isa_list()}
     assert names >= {"scalar", "gnu128"}
     if platform.machine() in ("x86_64", "AMD64"):
-        assert names >= {"avx2", "avx512_256", "avx512"}
+        assert names >= {"avx2_4x2", "avx2", "avx512_256", "avx512"}
         in_place = Path(_cattn.__file__).resolve().is_relative_to(ROOT)
         assert ("gnu512" in names) == in_place  # for the tests only, not in wheels
 
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-NEEDS = {"avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
+NEEDS = {"avx2_4x2": AVX2, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 NEEDS |= {name: AVX512 | {"avx512_bf16"} for name in ("avx512_256_bf16", "avx512_bf16_few", "avx512_bf16")}
 NEEDS |= {"avx512_amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}}
 

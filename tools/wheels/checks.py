@@ -197,7 +197,8 @@ CHECKS = {
 OLDEST_NUMPY = {11: "2.0.0", 12: "2.0.0", 13: "2.1.0", 14: "2.3.2"}  # the first with wheels for this Python 3
 TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=9", "pytest-xdist>=3.6"]
 _LOCK = threading.Lock()
-FAST_TABLES = {"avx2", "avx512_256", "avx512", "avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"}
+FAST_TABLES = {"avx2_4x2", "avx2", "avx512_256", "avx512"}
+FAST_TABLES |= {"avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"}
 # One test is about builds in place, which have one table more than wheels.
 NOT_OF_WHEELS = "tests/project/test_config.py::test_every_table_is_compiled_wherever_it_can_be"
 SHORT_TESTS = ["config", "bits", "masks", "varlen"]  # they need no more than TEST_PACKAGES
