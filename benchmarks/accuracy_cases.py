@@ -478,6 +478,7 @@ class Inputs:
     keys: int = 200
     heads: int = 2
     head_dim: int = 64
+    d_v: int | None = None  # the default is head_dim
     query: float = 1.0
     value: float = 1.0
     grad: float = 1.0
@@ -486,10 +487,12 @@ class Inputs:
 
     def draw(self, dtype: Any, rng: np.random.Generator) -> list[Array]:
         """Return the arrays."""
-        lengths = (self.queries, self.query), (self.keys, 1.0), (self.keys, self.value), (self.queries, self.grad)
+        d_v = self.d_v or self.head_dim
+        rows = (self.queries, self.head_dim, self.query), (self.keys, self.head_dim, 1.0)
+        rows += (self.keys, d_v, self.value), (self.queries, d_v, self.grad)
         arrays = []
-        for length, size in lengths:
-            normal = np.clip(rng.standard_normal((1, self.heads, length, self.head_dim)), -3, 3)
+        for length, width, size in rows:
+            normal = np.clip(rng.standard_normal((1, self.heads, length, width)), -3, 3)
             arrays.append(normal * size)
         if self.change is not None:
             self.change(rng, arrays)

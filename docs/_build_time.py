@@ -1,6 +1,6 @@
-"""Pages that the documentation build generates: gallery, help of the commands, promises, views and pictures.
+"""Pages that the documentation build generates: gallery, help of the commands, promises, errors, views and pictures.
 
-Their sources are elsewhere: the notebooks, the command and the tests. Git ignores the generated files.
+Their sources are elsewhere: the notebooks, the command, the tests, benchmarks/results. Git ignores the generated files.
 """
 
 import base64
@@ -17,6 +17,7 @@ import _promises
 import draw_live
 import draw_pictures
 import draw_views
+from benchmarks import accuracy
 
 from cattn import __main__ as command
 
@@ -40,7 +41,7 @@ LIVE = """\
 
 
 def write_pages(*_: Any) -> None:
-    """Write the gallery, the help text, the tables of promises, the views and the pictures."""
+    """Write the gallery, the help text, the tables of promises and errors, the views and the pictures."""
     GALLERY.mkdir(exist_ok=True)
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     stale = {path.name for path in GALLERY.iterdir()} - {path.name for path in notebooks} - {"index.md"}
@@ -59,6 +60,7 @@ def write_pages(*_: Any) -> None:
             command.main([name, "--help"])
         _write(GENERATED / f"{name}.txt", text.getvalue())
     _write(GENERATED / "promises.txt", _promises.tables())
+    _write(GENERATED / "accuracy.txt", accuracy.markdown())
     VIEWS.mkdir(exist_ok=True)
     draw_views.write(VIEWS)
     draw_live.write(VIEWS)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of benchmarks
 
 os.environ["KERAS_BACKEND"] = "numpy"  # autodoc imports cattn.integrations.keras
 

@@ -17,6 +17,7 @@ from support import (
     NAN,
     WORDS,
     assert_same_bits,
+    benchmarks_importable,
     every_way,
     everything,
     flushed,
@@ -28,6 +29,9 @@ from support import (
     table,
 )
 from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, yardstick
+
+with benchmarks_importable():
+    from benchmarks.accuracy import BOUNDS
 
 
 @pytest.fixture(params=WORDS)
@@ -162,7 +166,7 @@ def test_values_agree_with_the_reference(isa: str, normal: Normal, products: Any
 
 @pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_errors_are_at_most_twice_those_of_pytorch(is_causal: bool, normal: Normal, products: Any) -> None:
+def test_errors_are_like_those_of_pytorch(is_causal: bool, normal: Normal, products: Any) -> None:
     """On bfloat16 numbers, against float64."""
     torch = pytest.importorskip("torch")
     arrays = [normal(2, 4, 500, 64).astype(BF16) for _ in range(3)]
@@ -172,9 +176,9 @@ def test_errors_are_at_most_twice_those_of_pytorch(is_causal: bool, normal: Norm
     ours = cattn.scaled_dot_product_attention(*arrays, is_causal=is_causal, **products).astype(float)
     wide = [a.astype(np.float32) for a in arrays]
     unrounded = cattn.scaled_dot_product_attention(*wide, is_causal=is_causal, **products)
-    for norm in (np.max, lambda e: np.sqrt(np.mean(e**2))):
+    for norm, most in zip((lambda e: np.sqrt(np.mean(e**2)), np.max), BOUNDS["products of bfloat16"], strict=True):
         error = norm(np.abs(theirs - right))
-        assert norm(np.abs(ours - right)) < 2 * error
+        assert norm(np.abs(ours - right)) < most * error
         assert norm(np.abs(unrounded - right)) < error, "in float32 the result itself is not rounded"
 
 

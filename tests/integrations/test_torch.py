@@ -1,6 +1,5 @@
-"""cattn beside PyTorch: values, errors in float32, dropout, tensors without a copy, and the chapter's modules."""
+"""cattn beside PyTorch: values, dropout, tensors without a copy, and the chapter's modules."""
 
-import functools
 import gc
 import sys
 import threading
@@ -12,7 +11,7 @@ import pytest
 
 import cattn
 from cattn import _cattn
-from support import INF, in_contract, table
+from support import INF
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
@@ -136,100 +135,6 @@ def test_rows_without_visible_keys_are_zero_as_in_pytorch(isa: str, normal: Norm
     empty = [a[..., :0, :] for a in arrays[1:]]
     right = by_math(tensors[0], tensors[1][..., :0, :], tensors[2][..., :0, :])
     assert_close(cattn.scaled_dot_product_attention(arrays[0], *empty), right)
-
-
-# ---- float32 -------------------------------------------------------------------------------------------------------
-# Shapes of query, key and value. PyTorch has fused kernels only for four dimensions with d_v = head_dim.
-ACCURACY: dict[str, Shapes] = {
-    "tiny": ((2, 4, 6, 3),) * 3,
-    "short": ((2, 4, 33, 16),) * 3,
-    "fused": ((1, 4, 100, 64),) * 3,
-    "fused, small heads": ((1, 2, 200, 16),) * 3,
-    "fused, large heads": ((1, 2, 200, 128),) * 3,
-    "fused, few queries": ((1, 4, 50, 80), (1, 4, 700, 80), (1, 4, 700, 80)),
-    "decode": ((1, 12, 1, 64), (1, 12, 300, 64), (1, 12, 300, 64)),
-    "decode, long": ((1, 12, 1, 64), (1, 12, 1500, 64), (1, 12, 1500, 64)),
-    "2-d": ((200, 64),) * 3,
-    "3-d": ((3, 100, 48),) * 3,
-    "3-d, small heads": ((3, 200, 16),) * 3,
-    "5-d": ((2, 2, 2, 60, 32),) * 3,
-    "d_v smaller": ((1, 2, 150, 64), (1, 2, 150, 64), (1, 2, 150, 24)),
-    "d_v larger": ((1, 2, 150, 24), (1, 2, 150, 24), (1, 2, 150, 64)),
-}
-LONG: dict[str, Shapes] = {
-    "fused": ((1, 1, 1500, 64),) * 3,
-    "unfused": ((1500, 64),) * 3,
-    "d_v larger": ((1, 1, 700, 32), (1, 1, 700, 32), (1, 1, 700, 64)),
-}
-# Long sequences have so many elements that few seeds give a steady ratio of errors.
-SEEDS, LONG_SEEDS = 20, 4
-# All tables in the bit contract have the same bits (test_bits.py), so one is enough; those outside are tested each.
-CONFIG = cattn.show_config("dicts")
-TABLES = [CONFIG["instruction_set"]]
-TABLES += [table["name"] for table in CONFIG["tables"] if table["usable"] and not table["bit_contract"]]
-
-
-@functools.cache
-def both_sides(shapes: Shapes, causal: bool, seed: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Return inputs, and PyTorch's results in float32 (by the path that it chooses) and in float64."""
-    rng = np.random.default_rng(seed)
-    arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
-    tensors = [torch.from_numpy(a) for a in arrays]
-    right = by_math(*(t.double() for t in tensors), is_causal=causal)
-    return arrays, sdpa(*tensors, is_causal=causal).numpy(), right
-
-
-def error_ratios(shapes: Shapes, causal: bool, seeds: int) -> tuple[float, float]:
-    """Return our RMS error and our largest error divided by the errors of PyTorch, over all seeds."""
-    squares, largest = np.zeros(2), np.zeros(2)
-    for seed in range(seeds):
-        arrays, theirs, right = both_sides(shapes, causal, seed)
-        ours = cattn.scaled_dot_product_attention(*arrays, is_causal="upper_left" if causal else False)
-        assert ours.dtype == np.float32
-        errors = [np.abs(result - right) for result in (ours, theirs)]
-        squares += [np.square(e).sum() for e in errors]
-        largest = np.maximum(largest, [e.max() for e in errors])
-    assert squares.all(), "an error of zero: was anything compared?"
-    return float(np.sqrt(squares[0] / squares[1])), float(largest[0] / largest[1])
-
-
-def check_ratios(isa: str, shapes: Shapes, causal: bool, seeds: int) -> None:
-    with table(isa):
-        rms, largest = error_ratios(shapes, causal, seeds)
-    # A table without FMA also rounds every product.
-    assert rms <= (1.1 if in_contract(isa) else 1.25), f"RMS error {rms:.3f} times PyTorch's"
-    assert largest <= 2, f"largest error {largest:.3f} times PyTorch's"
-
-
-@pytest.mark.long
-# Not one query with upper-left alignment: it sees a single key, so nothing is rounded.
-@pytest.mark.parametrize("isa", TABLES)
-@pytest.mark.parametrize(
-    ("name", "causal"),
-    [
-        (name, causal)
-        for name, shapes in ACCURACY.items()
-        for causal in (False, True)
-        if shapes[0][-2] > 1 or not causal
-    ],
-)
-def test_float32_errors_are_like_those_of_pytorch(isa: str, name: str, causal: bool) -> None:
-    check_ratios(isa, ACCURACY[name], causal, SEEDS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", LONG)
-def test_float32_errors_of_long_sequences_are_like_those_of_pytorch(name: str, causal: bool) -> None:
-    check_ratios(TABLES[0], LONG[name], causal, LONG_SEEDS)
-
-
-def test_the_error_ratio_shows_inputs_rounded_to_20_bits() -> None:
-    """Without this, the tests above might measure nothing."""
-    arrays, theirs, right = both_sides(ACCURACY["fused"], False, 0)
-    rough = [(a.view(np.uint32) & np.uint32(0xFFFFFFF0)).view(np.float32) for a in arrays]
-    ours = cattn.scaled_dot_product_attention(*rough)
-    assert np.square(ours - right).sum() > 1.1**2 * np.square(theirs - right).sum()
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------

@@ -331,11 +331,8 @@ def visibility_of(call: Call) -> Call:
     return {name: call[name] for name in names if name in call}
 
 
-def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:
-    """Compute `call` in `dtype`, with this dropout mask. The reference determines which keys are visible.
-
-    `by_loop`: add the products of a score one after the other, as a plain loop does, not in the order of the BLAS.
-    """
+def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None) -> Textbook:
+    """Compute `call` in `dtype`, with this dropout mask. The reference determines which keys are visible."""
     q, k, v = (np.asarray(call[name]).astype(dtype) for name in ("query", "key", "value"))
     masks = call.get("attn_mask"), call.get("bias")
     gqa = call.get("enable_gqa")
@@ -351,10 +348,6 @@ def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None, *, 
 
     visible = problem.visible
     products = (q * scale) @ k.swapaxes(-1, -2)
-    if by_loop:
-        products = np.zeros_like(products)
-        for d in range(q.shape[-1]):
-            products += (q * scale)[..., :, None, d] * k[..., None, :, d]
     if call.get("softcap"):
         cap = np.dtype(dtype).type(call["softcap"])
         products = cap * np.tanh(products / cap)
