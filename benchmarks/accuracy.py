@@ -78,14 +78,6 @@ def beyond(row: Row) -> bool:
     return any(ratio > MOST[unit] for unit, ratio in ratios(row).items())
 
 
-def line(row: Row) -> str:
-    """Return one row for the screen."""
-    cells = "  ".join(f"{title} {cell(row, who)}" for who, title in TITLES.items())
-    judged = "".join(f"  {ratio:.2f}" for ratio in ratios(row).values())
-    name = f"{row['name']}, {row['quantity']}"
-    return f"{row['dtype']:<9} {name:<36} {cells}{judged}{' (beyond)' if beyond(row) else ''}"
-
-
 def table(rows: list[Row]) -> list[str]:
     """Return the rows of one group and dtype as a Markdown table."""
     judged = any(map(cancels, rows))
@@ -160,9 +152,9 @@ def measure(only: str, folder: Path) -> None:
         rows = {_key(row): row for row in kept["rows"]}
     for case in cases.cases():
         if only in f"{case.group} {np.dtype(case.dtype).name} {case.name}":
-            for row in case.run():
-                rows[_key(row)] = row
-                print(line(row), flush=True)
+            found = case.run()
+            rows |= {_key(row): row for row in found}
+            print(np.dtype(case.dtype).name, *table(found), sep="\n", flush=True)
     checked = cases.check()
     print("the oracle's own errors:", ", ".join(f"{name} {error:.1g}" for name, error in checked.items()))
     save(folder, "accuracy", list(rows.values()), oracle=checked)

@@ -1,8 +1,8 @@
 /* exp.inc.h -- exp, tanh, the tail of the normal distribution and the logarithm, with the same bits on every table.
  *
- * `vf_exp` takes x <= 0, -inf or NaN; its error is below 1 ULP. exp(0) is exactly 1, exp(-inf) is exactly +0, NaN stays
- * NaN, and results below the smallest normal number are +0. `vf_tanh` takes any x and serves softcap; its error is at
- * most 3 ULP, and at most 1.6 ULP where the result exceeds 1/2. tanh(-x) is -tanh(x), also for zeros.
+ * `vf_exp` takes x <= 0, -inf or NaN. exp(0) is exactly 1, exp(-inf) is exactly +0, NaN stays NaN, and results below
+ * the smallest normal number are +0. `vf_tanh` takes any x and serves softcap. tanh(-x) is -tanh(x), also for zeros.
+ * docs/accuracy.md has the bounds of the errors.
  *
  * The argument is reduced by powers of two: rounding to the nearest integer with a magic number, ln 2 in two parts.
  * Then follows a minimax polynomial (Remez, relative error, the first two coefficients pinned to 1 and x).

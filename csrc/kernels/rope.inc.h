@@ -6,8 +6,8 @@
 
 /* ---- sine, cosine and powers in double, for the angles of rotary positions: the tables of float64 only ---- */
 
-/* Nothing here uses an FMA, so the bits are the same on every table, also on those without that instruction. The errors
- * of sine and cosine are below 0.8 ULP, the error of a power is below 0.7 ULP.
+/* Nothing here uses an FMA, so the bits are the same on every table, also on those without that instruction. Bounds of
+ * the errors of sine, cosine and powers are in docs/accuracy.md.
  *
  * An angle x is reduced to x - n pi/2 = high + low with n = round(x 2/pi). Up to SINCOS_NEAR, n has at most 20 bits and
  * pi/2 is cut into three parts of 33 bits and a fourth of 53: the first three products are exact, and the errors of the
