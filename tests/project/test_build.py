@@ -257,20 +257,18 @@ def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
         path.write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CATTN_TABLES", "scalar")
-    headers = sorted(map(str, Path("csrc").rglob("*.h")))
 
-    def compiled(with_lists: bool = True, **environment: str) -> list[str]:
+    def compiled(**environment: str) -> list[str]:
         """Build; return the names of the sources that were compiled."""
         build = unix(setup, monkeypatch, **environment)
         names: list[str] = []
-        compile_one, accepts = build.compiler.compile, build.accepts
+        compile_one = build.compiler.compile
 
         def record(sources: list[str], *arguments: Any, **options: Any) -> Any:
             names.extend(Path(source).stem for source in sources if source.startswith("csrc"))
             return compile_one(sources, *arguments, **options)
 
         build.compiler.compile = record
-        build.accepts = lambda flags, *code: (flags != ["-MMD"] or with_lists) and accepts(flags, *code)
         build.build_temp, build.build_lib, build.force = "temporary", "library", False
         build.include_dirs, build.library_dirs, build.libraries, build.swig_opts = [], [], [], []
         build.compiler.set_include_dirs([get_path("include")])
@@ -287,7 +285,6 @@ def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
 
     times = [time.time()]
     everything = ["core", *["kernels_table"] * len(setup["KINDS"]), "module"]
-    monkeypatch.setitem(setup["dependencies"].__globals__, "HEADERS", headers)
     assert compiled() == everything
     assert compiled() == []
     touch("binding/binding.h")
@@ -299,22 +296,6 @@ def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
     touch("core/core.c")
     assert compiled() == ["core"]
     assert compiled(CFLAGS="-DOTHER") == everything
-    # without lists of dependencies: every header belongs to every object
-    for made in Path("temporary").rglob("*.d"):
-        made.unlink()
-    touch("binding/binding.h")
-    assert compiled(with_lists=False) == everything
-    assert not list(Path("temporary").rglob("*.d"))
-
-
-def test_as_many_compilers_as_processors_that_may_be_used(
-    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
-    assert setup["n_cpus"]() == 2
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert setup["n_cpus"]() == 64
 
 
 # ---- without a compiler ----------------------------------------------------------------------------------------------
@@ -395,16 +376,13 @@ def test_the_module_has_no_library_search_path(module: str) -> None:
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-GROUPS: dict[str, list[str | dict[str, str]]] = PROJECT["dependency-groups"]
 
 
 def packages(name: str) -> set[str]:
-    """Return the names of the packages of an extra or group, and of those that it includes, as modules."""
+    """Return the names of the packages of an extra, and of those that it includes, as modules."""
     found = {"numpy"}
-    for requirement in EXTRAS.get(name) or GROUPS[name]:
-        if isinstance(requirement, dict):
-            found |= packages(requirement["include-group"])
-        elif included := re.match(r"cattn\[(.*)\]", requirement):
+    for requirement in EXTRAS[name]:
+        if included := re.match(r"cattn\[(.*)\]", requirement):
             found.update(*map(packages, included[1].split(",")))
         else:
             found.add(re.match(r"[\w-]+", requirement)[0].replace("-", "_"))
@@ -422,22 +400,6 @@ def imports(code: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"cattn"}
 
 
-def test_the_group_docs_builds_the_documentation() -> None:
-    """autodoc imports the integrations, and conf.py names the extensions of Sphinx and the theme."""
-    needed = {"sphinx"}
-    for path in (ROOT / "python" / "cattn" / "integrations").rglob("*.py"):
-        needed |= imports(path.read_text(encoding="utf-8"))
-    settings: dict[str, object] = {}
-    for node in ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("extensions", "html_theme"):
-            settings[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
-    extensions = settings["extensions"]
-    assert isinstance(extensions, list)
-    needed |= {name.partition(".")[0] for name in [*extensions, settings["html_theme"]]}
-    assert {"torch", "onnx", "furo", "myst_nb"} <= needed
-    assert needed <= packages("docs")
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(path: Path) -> None:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -452,12 +414,3 @@ def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(pa
 def test_the_extra_examples_does_not_bring_pytorch() -> None:
     """Its default build on Linux is for GPUs and has several gigabytes. Half of the notebooks do not use it."""
     assert "torch" not in packages("examples")
-
-
-def test_the_group_dev_has_the_tools_of_the_sessions_and_of_the_hooks() -> None:
-    run = set(re.findall(r'session\.run\("([\w-]+)"', (ROOT / "noxfile.py").read_text(encoding="utf-8")))
-    hooks = set(re.findall(r"entry: ([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")))
-    needed = {name.replace("-", "_") for name in run | hooks} - {"python", "actionlint", "jupyter", "sphinx_build"}
-    assert hooks <= run
-    assert {"ruff", "mypy", "clang_format", "pytest"} <= needed <= packages("dev")
-    assert {"jupyterlab", "sphinx"} <= packages("dev")

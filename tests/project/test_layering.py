@@ -230,13 +230,6 @@ def test_the_parser_finds_functions() -> None:
     assert len(names) > 10
 
 
-def test_no_compiler_flag_changes_arithmetic() -> None:
-    text = (ROOT / "setup.py").read_text("utf-8")
-    assert "-ffp-contract=off" in text
-    for flag in ("-ffast-math", "-Ofast", "-march=native", "-funsafe-math", "-ffp-contract=fast"):
-        assert f'"{flag}' not in text  # as a flag; the text says which ones are taken back
-
-
 # Files of less than 40 lines, and why they are no part of another one.
 SHORT = {
     "python/cattn/_version.py": "setup.py reads it without importing the package",

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _pytest.subtests import SubtestContext
 
 import cattn
 import cattn.functional
@@ -188,15 +187,3 @@ def test_the_generator_names_no_row_that_is_gone() -> None:
     assert {*WAYS, *NOT_OF_LISTS} <= rows
     assert REALS.keys() <= {kind for _, kind in _cattn._numbers()}
     assert {row[2] for row in _cattn._operands()} - {"SCALES"} == KINDS.keys()
-
-
-@pytest.mark.parametrize(("outcome", "letter"), [("passed", ""), ("failed", "u")])
-def test_a_subtest_has_a_letter_only_if_it_fails(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, outcome: Any, letter: str
-) -> None:
-    """Thousands of subtests pass in one run."""
-    monkeypatch.setattr(pytestconfig.option, "verbose", -1)
-    context = SubtestContext(msg="a row", kwargs={})
-    report = pytest.SubtestReport("test", ("file", 1, "test"), {}, outcome, None, "call", context=context)
-    category, shown, _ = pytestconfig.hook.pytest_report_teststatus(report=report, config=pytestconfig)
-    assert (category, shown) == ({"passed": "subtests passed"}.get(outcome, outcome), letter)

@@ -6,7 +6,6 @@ import ast
 import importlib.metadata
 import re
 import runpy
-import shutil
 import tomllib
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 import cattn
 from support import ROOT
-from support.processes import run_command
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "release_notes"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -47,49 +45,24 @@ def test_an_installed_copy_has_the_same_version() -> None:
 
 
 # ---- tools/release_notes ---------------------------------------------------------------------------------------------
-CHANGELOG = (
-    "# Changelog\n\nWords.\n\n## 1.2.0 - 2027-01-31\n\n### Added\n\n- A thing.\n\n## 1.1.0 - 2026-12-31\n\n- Old.\n"
-)
+CHANGELOG = "# Changelog\n\n## 1.2.0 - 2027-01-31\n\n### Added\n\n- A thing.\n\n## 1.1.0 - 2026-12-31\n\n- Old.\n"
 
 
-def test_the_notes_are_the_section_of_the_version() -> None:
+def test_the_notes_are_the_section_of_the_version_if_the_tree_is_ready_for_the_tag() -> None:
     assert TOOL["notes"](CHANGELOG, "1.2.0") == "### Added\n\n- A thing."
-
-
-@pytest.mark.parametrize(
-    ("changelog", "got"),
-    [
-        (CHANGELOG.replace("1.2.0 - 2027-01-31", "Unreleased"), "'Unreleased'"),
-        (CHANGELOG.replace("## 1.2.0", "## Unreleased\n\n- New.\n\n## 1.2.0"), "'Unreleased'"),
-        (CHANGELOG.replace(" - 2027-01-31", ""), "'1.2.0'"),
-        (CHANGELOG.replace("1.2.0", "1.2.01"), "'1.2.01 - 2027-01-31'"),
-        ("# Changelog\n", "''"),
-    ],
-)
-def test_a_changelog_that_is_not_ready_is_refused(changelog: str, got: str) -> None:
-    with pytest.raises(ValueError, match=r"must be '1\.2\.0 - <year-month-day>', got " + re.escape(got)):
-        TOOL["notes"](changelog, "1.2.0")
-
-
-def test_an_empty_section_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the section '1\.2\.0 - 2027-01-31' of CHANGELOG\.md is empty"):
-        TOOL["notes"](CHANGELOG.replace("### Added\n\n- A thing.\n\n", ""), "1.2.0")
-
-
-def test_a_tag_of_another_version_is_refused() -> None:
     TOOL["check_tag"]("v1.2.0", "1.2.0")
-    for tag in ("1.2.0", "v1.2.1", "v1.2.0rc1"):
-        with pytest.raises(ValueError, match=rf"the tag must be v1\.2\.0, as python/cattn/_version\.py .* '{tag}'"):
-            TOOL["check_tag"](tag, "1.2.0")
-
-
-def test_urls_name_the_repository_of_the_workflow() -> None:
     home = {"GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "someone/cattn"}
     TOOL["check_urls"]({"urls": {"Source": "https://example.org/someone/cattn"}}, home)
-    TOOL["check_urls"]({}, {})  # not in a workflow
-    for urls in ({}, {"Source": "https://example.org/another/cattn"}):
-        with pytest.raises(ValueError, match=r"must have Source = 'https://example\.org/someone/cattn'"):
-            TOOL["check_urls"]({"urls": urls}, home)
+    for check, *arguments in (
+        ("notes", CHANGELOG.replace("1.2.0 - 2027-01-31", "Unreleased"), "1.2.0"),
+        ("notes", CHANGELOG.replace(" - 2027-01-31", ""), "1.2.0"),
+        ("notes", CHANGELOG, "1.2.01"),
+        ("notes", CHANGELOG.replace("### Added\n\n- A thing.\n\n", ""), "1.2.0"),
+        ("check_tag", "v1.2.1", "1.2.0"),
+        ("check_urls", {"urls": {"Source": "https://example.org/another/cattn"}}, home),
+    ):
+        with pytest.raises(ValueError, match=r"CHANGELOG\.md|must be v1\.2\.0|must have Source"):
+            TOOL[check](*arguments)
 
 
 # ---- the workflows ---------------------------------------------------------------------------------------------------
@@ -100,11 +73,6 @@ def test_actions_are_pinned_by_commit(path: Path) -> None:
     uses = [line for line in lines if line.startswith("uses:")]
     assert uses
     assert [line for line in uses if not re.fullmatch(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
-
-
-def test_one_action_has_one_commit() -> None:
-    pins = {tuple(pin.split("@")) for path in WORKFLOWS for pin in re.findall(r"uses: (\S+)", path.read_text("utf-8"))}
-    assert len(pins) == len({name for name, _ in pins})
 
 
 def test_the_workflow_runs_the_readmes_command() -> None:
@@ -149,16 +117,3 @@ def test_the_page_of_platforms_lists_every_wheel() -> None:
     page = (ROOT / "docs" / "platforms.md").read_text("utf-8")
     targets = runpy.run_path(str(ROOT / "tools" / "wheels" / "build.py"))["TARGETS"]
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(target.tag for target in targets)
-
-
-@pytest.mark.skipif(not shutil.which("zizmor"), reason="the group dev has zizmor")
-def test_zizmor_finds_an_injected_expression(tmp_path: Path) -> None:
-    """The lint session runs it, and its rules are on."""
-    folder = tmp_path / ".github" / "workflows"
-    folder.mkdir(parents=True)
-    planted = text_of("release").replace('"$GITHUB_REF_NAME"', "${{ github.ref_name }}", 1)
-    assert planted != text_of("release")
-    (folder / "release.yml").write_text(planted, "utf-8")
-    done = run_command(["zizmor", "--offline", "--quiet", tmp_path], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "template-injection" in done.stdout + done.stderr

@@ -6,7 +6,6 @@ import gc
 import importlib.machinery
 import importlib.util
 import itertools
-import os
 import sys
 import tarfile
 import warnings
@@ -78,34 +77,6 @@ def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
         soak.Soak([Work("leak", leak, {})], 2, 1).run(3, say=lambda line: None)
 
 
-def test_a_wrong_result_of_a_problem_is_named_by_a_seed(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on, and the seed gives the same problem again."""
-    seen, said = list[str](), list[str]()
-
-    def check(problem: Any) -> None:
-        seen.append(soak.describe(problem))
-        assert len(seen) != 6, "a wrong number"
-
-    monkeypatch.setattr(soak, "check", check)
-    assert soak.Problems(said.append).run(12, 5) == "12 problems, 1 failures"
-    assert len(seen) == 12
-    assert said[0] == f"FAILED: tools/soak problems --seed 10 --count 1\n{seen[5]}"
-    assert "AssertionError: a wrong number" in said[1]
-    right = seen[5]
-    seen.clear()
-    soak.Problems(said.append).run(1, 10)
-    assert seen == [right]
-
-
-def test_growth_of_the_process_alone_is_found(soak: ModuleType) -> None:
-    """C has lost memory that no Python object holds."""
-    still = np.full((10, 2), (1000, 10 << 20))
-    assert "blocks 1000 -> 1000" in soak.check_growth(still)
-    still[5:, 1] = 40 << 20
-    with pytest.raises(soak.Failed, match="resident grew"):
-        soak.check_growth(still)
-
-
 # ---- fuzzers ---------------------------------------------------------------------------------------------------------
 FUZZ = ROOT / "fuzz"
 CORPUS = FUZZ / "corpus"
@@ -156,13 +127,6 @@ def backward(**more: Any) -> tuple[Any, dict[str, Any]]:
     return cattn.dropout_backward, {"grad_out": X, "p": 0.5} | more
 
 
-def test_millions_of_queries_are_no_call() -> None:
-    """Each such call took a minute, and four of them the whole time of a long run."""
-    assert binding.takes_hours(cattn.show_mask, {"T_q": 2**31, "T_k": 3})
-    assert not binding.takes_hours(cattn.show_mask, {"T_q": 2**63, "T_k": 3})
-    assert not binding.takes_hours(cattn.show_mask, {"T_q": 7, "T_k": 2**31})
-
-
 FIXED: dict[str, tuple[Any, dict[str, Any]]] = {
     "dropout_p with methods": weights(np.float32, rng=5, out=None, dropout_p=binding.Hostile(1)),
     "out of float16 is read-only": weights(np.float16),
@@ -190,20 +154,6 @@ FIXED: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_fixed_bugs_of_the_binding(name: str) -> None:
     """The fuzzer found them. The call returns or names an argument, writes nothing and draws nothing."""
     judge(name, binding.call, *FIXED[name])
-
-
-def test_kept_inputs_of_the_core() -> None:
-    """They need libFuzzer to run: tools/fuzz does that. Here: they are there, and as short as the fuzzer makes them."""
-    inputs = inputs_of("core") | inputs_of("crashers")
-    assert len(inputs) > 300
-    assert all(0 < len(data) <= 256 for data in inputs.values())
-
-
-def test_the_fuzzer_of_the_binding_is_a_command() -> None:
-    """libFuzzer starts it again where it merges inputs; if it cannot, `tools/fuzz pack` is left without any."""
-    program = FUZZ / "binding.py"
-    assert program.read_text("utf-8").startswith("#!/usr/bin/env python\n")
-    assert os.access(program, os.X_OK)
 
 
 def test_a_message_without_a_name_is_a_finding() -> None:
