@@ -119,7 +119,7 @@ def markdown(folder: Path = RESULTS) -> str:
         lines.append(f"- {dtype}: {within} of {len(part)} rows within {most} of the best peer")
     if oracle := kept.get("oracle"):
         worst = max(oracle.values())
-        lines += ["", f"The oracle differs from mpmath by at most {worst:.1g} of these units in float64."]
+        lines += ["", f"The oracle's functions differ from mpmath's by at most {worst:.1g} ULP of float64."]
     if (every := load(folder, "accuracy_exhaustive")) and every["step"] == 1:
         worst = ", ".join(f"{name} {ulp:.3g} ULP" for name, ulp in every["rows"][0].items())
         lines += ["", f"The largest errors over all numbers of float32: {worst} ({every['machine']['date']})."]

@@ -234,7 +234,7 @@ def test_the_oracle_agrees_with_mpmath() -> None:
     if np.finfo(cases.WIDE).nmant == 52:
         pytest.skip("long double is double")
     found = cases.check()
-    assert set(found) == {"out", "weights", "lse", "dQ", "dK", "dV", "exp", "tanh"}
+    assert found.keys() == {"exp", "tanh", "log"}
     assert 0 < max(found.values()) < 0.01
 
 
