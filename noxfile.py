@@ -200,7 +200,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Make random calls from four threads for a minute, compare bits, memory; long: an hour, then 20,000 problems."""
+    """Make random calls from four threads for a minute, compare bits, memory; long: an hour."""
     session.run("tools/soak", *session.posargs)
 
 

@@ -366,6 +366,6 @@ def test_two_finite_masks_whose_sum_overflows_hide_nothing(isa: str, dtype: type
     "formula", "stages", "gradients", "paths and tables", "threads and batch", "strides", "hidden keys"
 )
 @given(drawn(problem))
-@examples(40, long=5000)
+@examples(40, long=20_000)
 def test_random_problems(chosen: Problem) -> None:
     check(chosen)
