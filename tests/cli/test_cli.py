@@ -105,24 +105,6 @@ def test_attend_gives_the_bits_of_the_library(
     assert leftovers(folder) == []
 
 
-@pytest.mark.parametrize("slicing", ["whole", "thin"])
-def test_attend_takes_mask_bias_scale_and_dropout(folder: Path, monkeypatch: pytest.MonkeyPatch, slicing: str) -> None:
-    monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
-    monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
-    q, k, v = save((2, 3, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8))
-    rng = np.random.default_rng(1)
-    mask, bias = rng.random((2, 1, 40, 50)) < 0.8, rng.standard_normal((1, 50)).astype(np.float32)
-    np.save("mask.npy", mask)
-    np.savez("bias.npz", slope=bias)
-    code = attend_files(
-        "--mask", "mask.npy", "--bias", "bias.npz:slope", "--scale", "0.3", "--dropout", "0.25", "--seed", "9",
-        "--causal", "--threads", "2",
-    )  # fmt: skip
-    assert code == 0
-    expected = cattn.causal_attention(q, k, v, mask, 0.25, bias=bias, scale=0.3, rng=9)
-    np.testing.assert_array_equal(np.load("out.npy"), expected)
-
-
 def test_attend_prints_a_fresh_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = save((5, 4), (5, 4), (5, 4))
     assert attend_files("--dropout", "0.5") == 0
@@ -130,18 +112,6 @@ def test_attend_prints_a_fresh_seed(folder: Path, capsys: pytest.CaptureFixture[
     np.testing.assert_array_equal(
         np.load("out.npy"), cattn.scaled_dot_product_attention(q, k, v, dropout_p=0.5, rng=seed)
     )
-
-
-def test_attend_reads_and_writes_npz(folder: Path) -> None:
-    q, k, v = save((6, 4), (6, 4), (6, 4))
-    np.savez("qkv.npz", query=q, key=k, value=v, other=np.zeros(3))
-    np.savez_compressed("named.npz", a=q, key=k)
-    expected = cattn.causal_attention(q, k, v)
-    assert main(["attend", "qkv.npz", "-o", "out.npz", "--causal"]) == 0
-    with np.load("out.npz") as archive:
-        np.testing.assert_array_equal(archive["out"], expected)
-    assert main(["attend", "--causal", "named.npz:a", "named.npz", "v.npy", "-o", "out.npy"]) == 0
-    np.testing.assert_array_equal(np.load("out.npy"), expected)
 
 
 @pytest.mark.parametrize("kind", ["<f8", ">f4", "<i4", "|b1"])
@@ -361,7 +331,7 @@ def test_attend_on_a_full_disk_fails_before_it_computes(folder: Path) -> None:
     )
     done = run_command([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "File too large" in done.stderr
+    assert re.search("File too large: .*out.npy", done.stderr)
     assert sorted(os.listdir(folder)) == ["k.npy", "q.npy", "v.npy"]
 
 

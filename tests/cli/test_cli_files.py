@@ -26,17 +26,20 @@ from support import assert_same_bits
 from support.processes import run_command
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-def test_attend_reads_and_writes_safetensors(folder: Path, kind: type) -> None:
-    files = pytest.importorskip("safetensors.numpy")
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [("npz", np.float32), ("npz", np.float16)]
+    + [("safetensors", kind) for kind in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)],
+)
+def test_attend_reads_and_writes_archives(folder: Path, suffix: str, kind: type) -> None:
+    pytest.importorskip("safetensors")
     q, k, v = (x.astype(kind) for x in save((6, 4), (6, 4), (6, 4)))
-    files.save_file({"query": q, "key": k, "value": v, "other": np.zeros(3)}, "qkv.safetensors")
+    save_arrays(f"qkv.{suffix}", {"query": q, "key": k, "value": v, "other": np.zeros(3)})
     expected = cattn.causal_attention(q, k, v)
-    assert main(["attend", "qkv.safetensors", "-o", "out.safetensors", "--causal"]) == 0
-    assert_same_bits(load_arrays("out.safetensors")["out"], expected)
-    several = ["qkv.safetensors:query", "qkv.safetensors", "qkv.safetensors:value"]
-    assert main(["attend", *several, "-o", "again.safetensors", "--causal"]) == 0
-    assert_same_bits(load_arrays("again.safetensors")["out"], expected)
+    for files in ([""], [":query", "", ":value"]):
+        names = [f"qkv.{suffix}{name}" for name in files]
+        assert main(["attend", *names, "-o", f"out.{suffix}", "--causal"]) == 0
+        assert_same_bits(load_arrays(f"out.{suffix}")["out"], expected)
     assert leftovers(folder) == []
 
 
@@ -141,20 +144,6 @@ def test_attend_replaces_all_files_or_none(
     assert np.load("out.npy").shape == (5, 3)
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no posix_fallocate")
-def test_attend_names_the_file_that_has_no_room(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    save((5, 4), (6, 4), (6, 3))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert attend_files() == 1
-    assert "No space left on device" in (message := capsys.readouterr().err)
-    assert "out.npy" in message
-
-
 def test_attend_takes_files_on_both_sides_of_an_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = save((6, 4), (6, 4), (6, 3))
     assert main(["attend", "q.npy", "--causal", "k.npy", "--threads", "1", "v.npy", "-o", "out.npy"]) == 0
@@ -257,7 +246,8 @@ BATCH = [(3, 33, 8), (3, 40, 8), (3, 40, 8)]
 FLAT = [(33, 8), (40, 8), (40, 8)]
 SLOPES, SINKS = cattn.get_alibi_slopes(4), np.linspace(-1, 1, 12).reshape(3, 4)
 LENGTHS, QUERIES = np.array([40, 0, 21]), np.array([33, 5, 20])
-OFFSETS = LENGTHS - QUERIES
+MASK = np.random.default_rng(1).random((3, 1, 33, 40)) < 0.8
+BIAS = np.random.default_rng(2).standard_normal((1, 40), np.float32)
 
 CASES: dict[str, tuple[list, list[str], dict[str, Any]]] = {
     "window": (SAME, ["--window", "5", "3"], {"window_size": (5, 3)}),
@@ -284,6 +274,9 @@ CASES: dict[str, tuple[list, list[str], dict[str, Any]]] = {
         {"key_value_seq_starts": [3, 0, 21], "key_value_seq_lengths": [40, 10, 12], "is_causal": "lower_right",
          "window_size": (20, 0)}),
     "starts of a file": (HEADS, ["--starts", "queries.npy"], {"key_value_seq_starts": QUERIES}),
+    "mask and bias": (HEADS, ["--mask", "mask.npy", "--bias", "numbers.npz:slope"], {"attn_mask": MASK, "bias": BIAS}),
+    "bfloat16": (HEADS, ["--compute-dtype", "bfloat16"], {"compute_dtype": "bfloat16"}),
+    "bfloat16 in tiles": (HEADS, ["--compute-dtype", "bfloat16_tiles"], {"compute_dtype": "bfloat16_tiles"}),
     "softcap": (HEADS, ["--softcap", "0.7"], {"softcap": 0.7}),
     "alibi": (SAME, ["--alibi", "--causal"], {"is_causal": True, "alibi_slopes": SLOPES}),
     "sinks": (HEADS, ["--sinks", "sinks.npy"], {"sinks": SINKS}),
@@ -311,25 +304,14 @@ def test_options_give_the_bits_of_the_library(
     q, k, v = save(*shapes)
     np.save("queries.npy", QUERIES.astype(np.uint8))
     np.save("sinks.npy", SINKS)
-    np.savez("numbers.npz", keys=LENGTHS, sinks=SINKS[0])
+    np.save("mask.npy", MASK)
+    np.savez("numbers.npz", keys=LENGTHS, sinks=SINKS[0], slope=BIAS)
     assert attend_files(*words, "--weights", "w.npy", "--lse", "lse.npy") == 0
     assert capsys.readouterr().err == ""
     expected = cattn.scaled_dot_product_attention(q, k, v, return_weights=True, return_lse=True, **options)
     np.testing.assert_array_equal(np.load("out.npy"), expected.out)
     np.testing.assert_array_equal(np.load("w.npy"), expected.weights)
     np.testing.assert_array_equal(np.load("lse.npy"), expected.lse)
-
-
-@pytest.mark.parametrize("word", ["bfloat16", "bfloat16_tiles"])
-def test_products_of_bfloat16_are_for_float32(word: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    q, k, v = save(*HEADS)
-    options = ("--compute-dtype", word, "--causal")
-    assert attend_files(*options) == 0
-    np.testing.assert_array_equal(np.load("out.npy"), cattn.causal_attention(q, k, v, compute_dtype=word))
-    capsys.readouterr()
-    np.save("q.npy", q.astype(np.float64))
-    assert attend_files(*options) == 2
-    assert f"compute_dtype='{word}' is for float32 and bfloat16, and query, key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

@@ -159,19 +159,6 @@ def test_plot_refuses_names_that_no_picture_can_have(folder: Path, capsys: pytes
     assert Path("w.png").read_bytes().startswith(SIGNATURES[".png"])
 
 
-def test_plot_that_fails_leaves_no_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    np.save("w.npy", np.eye(2))
-    monkeypatch.setattr(os, "replace", full)
-    assert main(["plot", "w.npy", "-o", "heat.png"]) == 1
-    assert re.search("No space left on device: .*heat.png", capsys.readouterr().err)
-    assert os.listdir() == ["w.npy"]
-
-
 def test_plot_names_the_extra_if_matplotlib_is_not_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
