@@ -69,11 +69,12 @@ static bool make_output(struct call *call, PyObject *out) {
 CATTN_DEFINE_RUN(run, cattn_activate, cattn_activation_params)
 
 /* grad: NULL in the forward pass */
-static PyObject *activate(struct binding_state *state, enum cattn_activation which, PyObject **args, PyObject *grad) {
+static PyObject *activate(struct binding_state *state, enum cattn_activation which, PyObject *grad, PyObject *x,
+                          PyObject *out) {
     struct cattn_activation_params params;
-    struct cattn_array x;
-    struct call call = {.state = state, .params = &params, .x = &x};
-    bool computed = parse_inputs(&call, args[ACTIVATION_x], grad) && make_output(&call, args[ACTIVATION_out]);
+    struct cattn_array frozen;
+    struct call call = {.state = state, .params = &params, .x = &frozen};
+    bool computed = parse_inputs(&call, x, grad) && make_output(&call, out);
     params.which = which;
     computed = computed && run(&params, call.output.array);
     return cattn_output_end(computed, &call.output, call.inputs, N_INPUTS);
@@ -81,22 +82,22 @@ static PyObject *activate(struct binding_state *state, enum cattn_activation whi
 
 PyObject *cattn_body_gelu(struct binding_state *state, PyObject **args) {
     enum cattn_activation which;
-    if (!parse_approximate(state, args[ACTIVATION_approximate], &which))
+    if (!parse_approximate(state, args[GELU_approximate], &which))
         return NULL;
-    return activate(state, which, args, NULL);
+    return activate(state, which, NULL, args[GELU_x], args[GELU_out]);
 }
 
 PyObject *cattn_body_gelu_backward(struct binding_state *state, PyObject **args) {
     enum cattn_activation which;
-    if (!parse_approximate(state, args[ACTIVATION_approximate], &which))
+    if (!parse_approximate(state, args[GELU_BACKWARD_approximate], &which))
         return NULL;
-    return activate(state, which, args, args[ACTIVATION_grad_out]);
+    return activate(state, which, args[GELU_BACKWARD_grad_out], args[GELU_BACKWARD_x], args[GELU_BACKWARD_out]);
 }
 
 PyObject *cattn_body_silu(struct binding_state *state, PyObject **args) {
-    return activate(state, CATTN_SILU, args, NULL);
+    return activate(state, CATTN_SILU, NULL, args[SILU_x], args[SILU_out]);
 }
 
 PyObject *cattn_body_silu_backward(struct binding_state *state, PyObject **args) {
-    return activate(state, CATTN_SILU, args, args[ACTIVATION_grad_out]);
+    return activate(state, CATTN_SILU, args[SILU_BACKWARD_grad_out], args[SILU_BACKWARD_x], args[SILU_BACKWARD_out]);
 }

@@ -8,6 +8,7 @@
 
 #include "binding.h"
 #include "call/check.h"
+#include "call/functions.h"
 #include "torch_random.h"
 
 /* ---- errors ---- */
@@ -279,47 +280,50 @@ int cattn_freeze_rows(PyArrayObject *array, const char *name, struct cattn_array
  * sizes may have a product that is too large. */
 int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape);
 
-/* The tables of arguments. */
-
-#define SOFTMAX_ARGUMENTS(A) A(x) A(axis) A(where) A(scale) A(out)
-#define MASKED_SOFTMAX_ARGUMENTS(A) A(scores) A(mask) A(axis) A(is_causal) A(query_offset) A(scale) A(method) A(out)
-#define DROPOUT_ARGUMENTS(A) A(x) A(p) A(training) A(rng) A(return_mask) A(out)
-#define CAUSAL_MASK_ARGUMENTS(A) A(T_q) A(T_k) A(is_causal) A(query_offset) A(window_size)
-#define ROPE_ARGUMENTS(A) A(x) A(positions) A(theta) A(rotary_dim) A(interleaved) A(scaling) A(inverse) A(out)
-#define RMS_NORM_ARGUMENTS(A) A(x) A(weight) A(eps) A(out)
-#define LINEAR_ARGUMENTS(A) A(x) A(weight) A(bias) A(compute_dtype) A(out)
-#define LAYER_NORM_ARGUMENTS(A) A(x) A(weight) A(bias) A(eps) A(out)
-#define ACTIVATION_ARGUMENTS(A) A(grad_out) A(x) A(approximate) A(out)
-#define LINEAR_ATTENTION_ARGUMENTS(A)                                                                                  \
-    A(query)                                                                                                           \
-    A(key)                                                                                                             \
-    A(value)                                                                                                           \
-    A(decay) A(beta) A(state) A(scale) A(seq_lengths) A(cu_seqlens) A(layout) A(return_state) A(state_out) A(out)
-#define CAUSAL_CONV_ARGUMENTS(A)                                                                                       \
-    A(x) A(weight) A(bias) A(state) A(activation) A(seq_lengths) A(cu_seqlens) A(return_state) A(state_out) A(out)
-
 /* The slots of each table. */
-#define SOFTMAX_SLOT(name) SOFTMAX_##name,
-#define MASKED_SOFTMAX_SLOT(name) MASKED_SOFTMAX_##name,
-#define DROPOUT_SLOT(name) DROPOUT_##name,
-#define CAUSAL_MASK_SLOT(name) CAUSAL_MASK_##name,
-#define ROPE_SLOT(name) ROPE_##name,
-#define RMS_NORM_SLOT(name) RMS_NORM_##name,
-#define LINEAR_SLOT(name) LINEAR_##name,
-#define LAYER_NORM_SLOT(name) LAYER_NORM_##name,
-#define ACTIVATION_SLOT(name) ACTIVATION_##name,
-#define CAUSAL_CONV_SLOT(name) CAUSAL_CONV_##name,
-#define LINEAR_ATTENTION_SLOT(name) LINEAR_ATTENTION_##name,
-enum { SOFTMAX_ARGUMENTS(SOFTMAX_SLOT) N_SOFTMAX_ARGS };
-enum { MASKED_SOFTMAX_ARGUMENTS(MASKED_SOFTMAX_SLOT) N_MASKED_SOFTMAX_ARGS };
-enum { DROPOUT_ARGUMENTS(DROPOUT_SLOT) N_DROPOUT_ARGS };
-enum { CAUSAL_MASK_ARGUMENTS(CAUSAL_MASK_SLOT) N_CAUSAL_MASK_ARGS };
-enum { ROPE_ARGUMENTS(ROPE_SLOT) N_ROPE_ARGS };
-enum { RMS_NORM_ARGUMENTS(RMS_NORM_SLOT) N_RMS_NORM_ARGS };
-enum { LINEAR_ARGUMENTS(LINEAR_SLOT) N_LINEAR_ARGS };
-enum { LAYER_NORM_ARGUMENTS(LAYER_NORM_SLOT) N_LAYER_NORM_ARGS };
-enum { ACTIVATION_ARGUMENTS(ACTIVATION_SLOT) N_ACTIVATION_ARGS };
-enum { CAUSAL_CONV_ARGUMENTS(CAUSAL_CONV_SLOT) N_CAUSAL_CONV_ARGS };
-enum { LINEAR_ATTENTION_ARGUMENTS(LINEAR_ATTENTION_SLOT) N_LINEAR_ATTENTION_ARGS };
+#define SOFTMAX_SLOT(name, ...) SOFTMAX_##name,
+#define MASKED_SOFTMAX_SLOT(name, ...) MASKED_SOFTMAX_##name,
+#define DROPOUT_SLOT(name, ...) DROPOUT_##name,
+#define CAUSAL_MASK_SLOT(name, ...) CAUSAL_MASK_##name,
+#define ROPE_SLOT(name, ...) ROPE_##name,
+#define RMS_NORM_SLOT(name, ...) RMS_NORM_##name,
+#define LAYER_NORM_SLOT(name, ...) LAYER_NORM_##name,
+#define GELU_SLOT(name, ...) GELU_##name,
+#define GELU_BACKWARD_SLOT(name, ...) GELU_BACKWARD_##name,
+#define SILU_SLOT(name, ...) SILU_##name,
+#define SILU_BACKWARD_SLOT(name, ...) SILU_BACKWARD_##name,
+#define LINEAR_SLOT(name, ...) LINEAR_##name,
+#define CAUSAL_CONV_SLOT(name, ...) CAUSAL_CONV_##name,
+#define LINEAR_ATTENTION_SLOT(name, ...) LINEAR_ATTENTION_##name,
+enum { SOFTMAX_ARGUMENTS(SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT) N_SOFTMAX_ARGS };
+enum {
+    MASKED_SOFTMAX_ARGUMENTS(MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT)
+        N_MASKED_SOFTMAX_ARGS
+};
+enum { DROPOUT_ARGUMENTS(DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT) N_DROPOUT_ARGS };
+enum {
+    CAUSAL_MASK_ARGUMENTS(CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT) N_CAUSAL_MASK_ARGS
+};
+enum { ROPE_ARGUMENTS(ROPE_SLOT, ROPE_SLOT, ROPE_SLOT, ROPE_SLOT) N_ROPE_ARGS };
+enum { RMS_NORM_ARGUMENTS(RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT) N_RMS_NORM_ARGS };
+enum { LAYER_NORM_ARGUMENTS(LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT) N_LAYER_NORM_ARGS };
+enum { GELU_ARGUMENTS(GELU_SLOT, GELU_SLOT, GELU_SLOT, GELU_SLOT) N_GELU_ARGS };
+enum {
+    GELU_BACKWARD_ARGUMENTS(GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT)
+        N_GELU_BACKWARD_ARGS
+};
+enum { SILU_ARGUMENTS(SILU_SLOT, SILU_SLOT, SILU_SLOT, SILU_SLOT) N_SILU_ARGS };
+enum {
+    SILU_BACKWARD_ARGUMENTS(SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT)
+        N_SILU_BACKWARD_ARGS
+};
+enum { LINEAR_ARGUMENTS(LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT) N_LINEAR_ARGS };
+enum {
+    CAUSAL_CONV_ARGUMENTS(CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT) N_CAUSAL_CONV_ARGS
+};
+enum {
+    LINEAR_ATTENTION_ARGUMENTS(LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT,
+                               LINEAR_ATTENTION_SLOT) N_LINEAR_ATTENTION_ARGS
+};
 
 #endif

@@ -287,9 +287,9 @@ PyObject *cattn_body_attention_jvp_backward(struct binding_state *state, PyObjec
     static const char *const names[] = {"grad_out_tangent", "grad_lse_tangent", "out", "lse",
                                         "out_tangent",      "lse_tangent"};
     const struct given given = {names,
-                                {args[ARG_grad_out_tangent], args[ARG_grad_lse_tangent], args[ARG_out],
-                                 args[ARG_jvp_lse], args[ARG_out_tangent], args[ARG_lse_tangent]},
+                                {args[ARG_jvp_grad_out_tangent], args[ARG_jvp_grad_lse_tangent], args[ARG_out],
+                                 args[ARG_jvp_lse], args[ARG_jvp_out_tangent], args[ARG_jvp_lse_tangent]},
                                 NULL,
-                                args + ARG_query_tangent};
+                                args + ARG_jvp_query_tangent};
     return differentiate_given(state, args, NULL, &given);
 }

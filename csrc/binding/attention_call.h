@@ -33,9 +33,14 @@ void cattn_ranges_clear(struct cattn_range_args *args);
 /* ---- packed sequences ---- */
 
 /* Several functions have these arguments, in different slots: the index counts from the first of them. */
-#define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k) A(alignment)
-#define VARLEN_SLOT(name) VARLEN_##name,
-enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
+#define VARLEN_EXTRA(ARRAY, NUMBER)                                                                                    \
+    ARRAY(cu_seqlens_q, "", EDGES, EXACTLY, REQUIRED)                                                                  \
+    ARRAY(cu_seqlens_k, "", EDGES, EXACTLY, REQUIRED)                                                                  \
+    NUMBER(max_seqlen_q, COUNT)                                                                                        \
+    NUMBER(max_seqlen_k, COUNT)                                                                                        \
+    NUMBER(alignment, ALIGNMENT)
+#define VARLEN_SLOT(name, ...) VARLEN_##name,
+enum { VARLEN_EXTRA(VARLEN_SLOT, VARLEN_SLOT) N_VARLEN_EXTRA };
 
 struct cattn_packed {
     PyObject *const *args; /* of VARLEN_EXTRA */
@@ -56,37 +61,52 @@ void cattn_packed_clear(struct cattn_packed *packed);
 /* ---- the call ---- */
 
 /* The options of call/operands.h, each with a slot. */
-#define ATTENTION_ARGUMENTS(A) ATTENTION_OPTIONS(A, A, A)
+#define ATTENTION_ARGUMENTS(ARRAY, NUMBER, WISH, RESULT) ATTENTION_OPTIONS(ARRAY, NUMBER, WISH)
 
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
-#define WEIGHTS_EXTRA(A) A(stage)
-#define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse) A(merged)
-#define TANGENTS_EXTRA(A) A(query_tangent) A(key_tangent) A(value_tangent) A(bias_tangent) A(sinks_tangent)
-#define JVP_BACKWARD_EXTRA(A) A(grad_out_tangent) A(grad_lse_tangent) A(out_tangent) A(lse_tangent)
-#define STATISTICS_EXTRA(A) A(statistics) A(top_k) A(observation_window)
+#define WEIGHTS_EXTRA(ARRAY, NUMBER) NUMBER(stage, WORD)
+#define BACKWARD_EXTRA(ARRAY, NUMBER)                                                                                  \
+    ARRAY(grad_out, "NTD", STORED, EXACTLY, REQUIRED)                                                                  \
+    ARRAY(lse, "NT", COMPUTED, EXACTLY, REQUIRED)                                                                      \
+    ARRAY(grad_lse, "NT", COMPUTED, EXACTLY, OPTIONAL)                                                                 \
+    NUMBER(merged, FLAG)
+#define TANGENTS_EXTRA(ARRAY, NUMBER)                                                                                  \
+    ARRAY(query_tangent, "NTH", STORED, EXACTLY, OPTIONAL)                                                             \
+    ARRAY(key_tangent, "KSH", STORED, EXACTLY, OPTIONAL)                                                               \
+    ARRAY(value_tangent, "KSD", STORED, EXACTLY, OPTIONAL)                                                             \
+    ARRAY(bias_tangent, "NTS", COMPUTED, BROADCASTS, OPTIONAL)                                                         \
+    ARRAY(sinks_tangent, "N", COMPUTED, BROADCASTS, OPTIONAL)
+#define JVP_EXTRA(ARRAY, NUMBER) TANGENTS_EXTRA(ARRAY, NUMBER) ARRAY(lse, "NT", COMPUTED, EXACTLY, OPTIONAL)
+#define JVP_BACKWARD_EXTRA(ARRAY, NUMBER)                                                                              \
+    ARRAY(grad_out_tangent, "NTD", STORED, EXACTLY, REQUIRED)                                                          \
+    ARRAY(grad_lse_tangent, "NT", COMPUTED, EXACTLY, OPTIONAL)                                                         \
+    ARRAY(out_tangent, "NTD", STORED, EXACTLY, REQUIRED)                                                               \
+    ARRAY(lse_tangent, "NT", COMPUTED, EXACTLY, REQUIRED)
+#define STATISTICS_EXTRA(ARRAY, NUMBER)                                                                                \
+    NUMBER(statistics, RESULT_NAMES)                                                                                   \
+    NUMBER(top_k, COUNT)                                                                                               \
+    NUMBER(observation_window, COUNT)
 
-#define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)
-#define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)
-#define BACKWARD_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) BACKWARD_EXTRA(A)
-#define VARLEN_BACKWARD_ARGUMENTS(A) BACKWARD_ARGUMENTS(A) VARLEN_EXTRA(A)
-#define JVP_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) TANGENTS_EXTRA(A) A(lse)
-#define JVP_BACKWARD_ARGUMENTS(A) JVP_ARGUMENTS(A) JVP_BACKWARD_EXTRA(A)
-#define STATISTICS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) STATISTICS_EXTRA(A)
-#define VARLEN_STATISTICS_ARGUMENTS(A) STATISTICS_ARGUMENTS(A) VARLEN_EXTRA(A)
+/* The tables. */
+#define WEIGHTS_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) WEIGHTS_EXTRA(A, N)
+#define VARLEN_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) VARLEN_EXTRA(A, N)
+#define BACKWARD_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) BACKWARD_EXTRA(A, N)
+#define VARLEN_BACKWARD_ARGUMENTS(A, N, W, R) BACKWARD_ARGUMENTS(A, N, W, R) VARLEN_EXTRA(A, N)
+#define JVP_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) JVP_EXTRA(A, N)
+#define JVP_BACKWARD_ARGUMENTS(A, N, W, R) JVP_ARGUMENTS(A, N, W, R) JVP_BACKWARD_EXTRA(A, N)
+#define STATISTICS_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) STATISTICS_EXTRA(A, N)
+#define VARLEN_STATISTICS_ARGUMENTS(A, N, W, R) STATISTICS_ARGUMENTS(A, N, W, R) VARLEN_EXTRA(A, N)
 
 /* The extras take the slots after the shared ones. A row may have a name alone, and C11 wants an argument for the dots:
  * hence the empty one. */
 #define ARG_SLOT(...) ARG_SLOT_NAMED(__VA_ARGS__, )
 #define ARG_SLOT_NAMED(name, ...) ARG_##name,
-enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
-enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
-enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) N_BACKWARD_ARGS };
-enum {
-    BEFORE_TANGENTS_EXTRA = N_ATTENTION_ARGS - 1,
-    TANGENTS_EXTRA(ARG_SLOT) ARG_jvp_lse,
-    JVP_BACKWARD_EXTRA(ARG_SLOT)
-};
-enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT) N_STATISTICS_ARGS };
+#define JVP_SLOT(name, ...) ARG_jvp_##name,
+enum { ATTENTION_OPTIONS(ARG_SLOT, ARG_SLOT, ARG_SLOT) N_ATTENTION_ARGS };
+enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT, ARG_SLOT) };
+enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT, ARG_SLOT) N_BACKWARD_ARGS };
+enum { BEFORE_JVP_EXTRA = N_ATTENTION_ARGS - 1, JVP_EXTRA(JVP_SLOT, JVP_SLOT) JVP_BACKWARD_EXTRA(JVP_SLOT, JVP_SLOT) };
+enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT, ARG_SLOT) N_STATISTICS_ARGS };
 
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 

@@ -96,7 +96,7 @@ static PyObject *derive(struct jvp *j, struct binding_state *state, PyObject *co
     cattn_draw_clear(&j->draw);
     if (cattn_call_parse(&j->call, args) && cattn_tangents_refuse(&j->call, args) &&
         (args[ARG_return_lse] == Py_False || cattn_call_parse_return_lse(&j->call, args[ARG_return_lse])) &&
-        cattn_tangents_take(&j->call, args + ARG_query_tangent, j->tangents, &j->params.tangents) &&
+        cattn_tangents_take(&j->call, args + ARG_jvp_query_tangent, j->tangents, &j->params.tangents) &&
         take_results(j, args[ARG_out], args[ARG_jvp_lse]) && make_fields(j)) {
         j->params.forward.path = CATTN_PATH_AUTO;
         const double work = 4 * cattn_attention_work(j->call.params);

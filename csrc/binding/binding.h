@@ -19,8 +19,8 @@
 
 #include "cattn.h"
 
-/* The public functions that C implements, and the table of the arguments of each. A table of arguments is an X-macro,
- * TABLE(A): A(name) A(name) ... They are in attention_call.h and args.h; signature.c binds the arguments by them. */
+/* The public functions that C implements, and the table of the arguments of each, as in call/functions.h: of attention
+ * in attention_call.h. signature.c binds the arguments by them. */
 #define ENTRY_POINTS(E)                                                                                                \
     E(scaled_dot_product_attention, ATTENTION_ARGUMENTS)                                                               \
     E(causal_attention, ATTENTION_ARGUMENTS)                                                                           \
@@ -41,10 +41,10 @@
     E(rms_norm, RMS_NORM_ARGUMENTS)                                                                                    \
     E(linear, LINEAR_ARGUMENTS)                                                                                        \
     E(layer_norm, LAYER_NORM_ARGUMENTS)                                                                                \
-    E(gelu, ACTIVATION_ARGUMENTS)                                                                                      \
-    E(gelu_backward, ACTIVATION_ARGUMENTS)                                                                             \
-    E(silu, ACTIVATION_ARGUMENTS)                                                                                      \
-    E(silu_backward, ACTIVATION_ARGUMENTS)                                                                             \
+    E(gelu, GELU_ARGUMENTS)                                                                                            \
+    E(gelu_backward, GELU_BACKWARD_ARGUMENTS)                                                                          \
+    E(silu, SILU_ARGUMENTS)                                                                                            \
+    E(silu_backward, SILU_BACKWARD_ARGUMENTS)                                                                          \
     E(linear_attention, LINEAR_ATTENTION_ARGUMENTS)                                                                    \
     E(causal_conv, CAUSAL_CONV_ARGUMENTS)
 
@@ -154,7 +154,7 @@ cattn_method cattn_py_array_of_tensor, cattn_py_are_scales, cattn_py_default_sca
     cattn_py_shown, cattn_py_in_default_mode, cattn_py_get_num_threads, cattn_py_set_num_threads,
     cattn_py_override_num_threads, cattn_py_isa_list, cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path,
     cattn_py_has_tiles, cattn_py_block_keys, cattn_py_chunk_keys, cattn_py_build_info, cattn_py_release,
-    cattn_py_register, cattn_py_arguments, cattn_py_operands, cattn_py_numbers;
+    cattn_py_register, cattn_py_arguments, cattn_py_functions, cattn_py_operands, cattn_py_numbers;
 
 /* Reads CATTN_ISA and CATTN_NUM_THREADS. ImportError: a wrong setting must not be a surprise later. */
 bool cattn_read_environment(void);

@@ -161,6 +161,7 @@ static PyObject *xla_is_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(u
 static PyMethodDef methods[] = {
     {"_register", cattn_py_register, METH_VARARGS, NULL},
     {"_arguments", cattn_py_arguments, METH_O, NULL},
+    {"_functions", cattn_py_functions, METH_NOARGS, NULL},
     {"_operands", cattn_py_operands, METH_NOARGS, NULL},
     {"_numbers", cattn_py_numbers, METH_NOARGS, NULL},
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},

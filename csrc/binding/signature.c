@@ -88,21 +88,28 @@ ENTRY_POINTS(BUILTIN)
 
 /* ---- registration ---- */
 
-#define SLOT_NAME(...) FIRST_AS_TEXT(__VA_ARGS__, )
-#define FIRST_AS_TEXT(argument, ...) #argument,
-#define SLOT_NAMES(name, TABLE)                                                                                        \
-    static const char *const name##_slots[] = {TABLE(SLOT_NAME)};                                                      \
-    _Static_assert(sizeof name##_slots / sizeof *name##_slots <= CATTN_MOST_SLOTS, "enough room for each table");
-ENTRY_POINTS(SLOT_NAMES)
+/* What a table knows of an argument. */
+struct argument {
+    const char *name, *role, *kind, *axes, *fits; /* NULL where there is no such thing */
+};
+#define ARRAY_ROW(name, axes, kind, fits, ...) {#name, "ARRAY", #kind, axes, #fits},
+#define NUMBER_ROW(name, kind, ...) {#name, "NUMBER", #kind, NULL, NULL},
+#define WISH_ROW(name) {#name, "WISH", NULL, NULL, NULL},
+#define RESULT_ROW(name, axes, kind, ...) {#name, "RESULT", #kind, axes, "EXACTLY"},
+#define ARGUMENTS(name, TABLE)                                                                                         \
+    static const struct argument name##_arguments[] = {TABLE(ARRAY_ROW, NUMBER_ROW, WISH_ROW, RESULT_ROW)};            \
+    _Static_assert(sizeof name##_arguments / sizeof *name##_arguments <= CATTN_MOST_SLOTS,                             \
+                   "enough room for each table");
+ENTRY_POINTS(ARGUMENTS)
 
 /* The cast by way of void(*)(void) is the documented one. */
 #define ENTRY_POINT(name, TABLE)                                                                                       \
     {{#name, (PyCFunction)(void (*)(void))name##_builtin, METH_FASTCALL | METH_KEYWORDS, NULL},                        \
-     name##_slots,                                                                                                     \
-     sizeof name##_slots / sizeof *name##_slots},
+     name##_arguments,                                                                                                 \
+     sizeof name##_arguments / sizeof *name##_arguments},
 static const struct {
     PyMethodDef method;
-    const char *const *slots;
+    const struct argument *arguments;
     int n_slots;
 } KNOWN[CATTN_N_ENTRY_POINTS] = {ENTRY_POINTS(ENTRY_POINT)};
 
@@ -121,7 +128,7 @@ PyObject *cattn_py_arguments(PyObject *Py_UNUSED(module), PyObject *name) {
     const int which = find_known(name);
     PyObject *names = which >= 0 ? PyTuple_New(KNOWN[which].n_slots) : NULL;
     for (int i = 0; names != NULL && i < KNOWN[which].n_slots; i++) {
-        PyObject *slot = PyUnicode_FromString(KNOWN[which].slots[i]);
+        PyObject *slot = PyUnicode_FromString(KNOWN[which].arguments[i].name);
         if (slot == NULL || PyTuple_SetItem(names, i, slot) < 0)
             Py_CLEAR(names);
     }
@@ -133,6 +140,29 @@ static bool append(PyObject *list, PyObject *object) {
     const bool appended = object != NULL && PyList_Append(list, object) == 0;
     Py_XDECREF(object);
     return appended;
+}
+
+/* The rows of a function: (name, role, kind, axes, fits) of each argument. */
+static PyObject *arguments_of(int which) {
+    PyObject *rows = PyList_New(0);
+    for (int i = 0; rows != NULL && i < KNOWN[which].n_slots; i++) {
+        const struct argument *row = &KNOWN[which].arguments[i];
+        if (!append(rows, Py_BuildValue("(sszzz)", row->name, row->role, row->kind, row->axes, row->fits)))
+            Py_CLEAR(rows);
+    }
+    return rows;
+}
+
+/* _functions(): the public functions that C implements, and the rows of the arguments of each. */
+PyObject *cattn_py_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *functions = PyDict_New();
+    for (int i = 0; functions != NULL && i < CATTN_N_ENTRY_POINTS; i++) {
+        PyObject *rows = arguments_of(i);
+        if (rows == NULL || PyDict_SetItemString(functions, KNOWN[i].method.ml_name, rows) < 0)
+            Py_CLEAR(functions);
+        Py_XDECREF(rows);
+    }
+    return functions;
 }
 
 /* The names of the calls whose bits are set. */
@@ -174,7 +204,7 @@ static int find_slot(int which, PyObject *name) {
         return -1;
     }
     for (int i = 0; i < KNOWN[which].n_slots; i++)
-        if (PyUnicode_CompareWithASCIIString(name, KNOWN[which].slots[i]) == 0)
+        if (PyUnicode_CompareWithASCIIString(name, KNOWN[which].arguments[i].name) == 0)
             return i;
     PyErr_Format(PyExc_ValueError, "%s has a parameter %U that its table in C lacks", KNOWN[which].method.ml_name,
                  name);

@@ -88,6 +88,7 @@
 enum cattn_operand_kind { OPERAND_KINDS(ENUMERATOR) N_OPERAND_KINDS };
 enum cattn_number_kind { NUMBER_KINDS(ENUMERATOR) N_NUMBER_KINDS };
 enum cattn_fits { EXACTLY, BROADCASTS };
+enum cattn_need { REQUIRED, OPTIONAL };
 /* Which calls take an operand. */
 #define CALL_KINDS(K)                                                                                                  \
     K(DENSE)      /* attention, weights and gradients of arrays */                                                     \

@@ -5,6 +5,7 @@ A net that has a list of its own falls behind without a word, and what it misses
 
 from __future__ import annotations
 
+import ast
 import collections
 import inspect
 import re
@@ -18,10 +19,14 @@ import cattn
 import cattn.functional
 import cattn.nn
 import cattn.testing
-from cattn import _cattn
+from cattn import _cattn, functional
+from cattn._view import _live
+from equivalences.table import ROWS
+from rowwise.row_table import CALLED
 from support import ROOT
 from support.calls import KINDS, NOT_OF_LISTS, REALS, SMALL, WAYS, from_rng
 from support.functions import BY_BLAS, FUNCTIONS, OF_THE_PROCESS, Work, work
+from support.wrong_calls import WORKING
 
 CSRC = ROOT / "csrc"
 if not (ROOT / "fuzz").exists() or not (ROOT / "tools").exists():
@@ -78,6 +83,149 @@ def test_every_function_of_the_core_is_fuzzed_and_compared_across_machines() -> 
     assert missing(OF_THE_CORE, text_of("tests/core/*.[ch]"), NOT_IN_BITS) == set()
 
 
+# ---- functions that C implements -------------------------------------------------------------------------------------
+TABLE = _cattn._functions()
+GRADIENTS = {f"{name}_backward" for name in TABLE if hasattr(functional, f"{name}_backward")}
+IN_C = {*TABLE, *GRADIENTS}
+ATTENTION = {name for name, rows in TABLE.items() if "attn_mask" in {row[0] for row in rows}}
+
+
+def used_in(*patterns: str) -> set[str]:
+    """Return the functions of cattn that the code of some files names, as attributes or imports."""
+    found = set[str]()
+    for path in [path for pattern in patterns for path in ROOT.glob(pattern)]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found |= {node.attr} if node.value.id in ("cattn", "functional") else set()
+            elif isinstance(node, ast.ImportFrom) and re.search(r"functional$|^cattn$", node.module or ""):
+                found |= {alias.name for alias in node.names}
+    return found & IN_C
+
+
+# The kind of problem of tests/core/functions.c that a function is, where it has another name.
+PROBLEMS = {
+    **dict.fromkeys(["scaled_dot_product_attention", "causal_attention", "attention_weights"], "attention"),
+    **dict.fromkeys(["varlen_attention", "varlen_attention_backward", "varlen_attention_statistics"], "packed"),
+    "attention_backward": "backward",
+    "attention_jvp": "jvp",
+    "attention_jvp_backward": "jvp_backward",
+    "attention_statistics": "statistics",
+    "masked_softmax": "softmax",
+    "causal_mask": "mask",
+    **dict.fromkeys(["rms_norm", "layer_norm"], "norm"),
+    **dict.fromkeys(["gelu", "silu"], "activation"),
+    "linear": "product",
+}
+XLA = {"forward": "scaled_dot_product_attention", "backward": "attention_backward", "jvp": "attention_jvp"}
+XLA |= {"jvp_backward": "attention_jvp_backward"}
+
+
+def problems() -> set[str]:
+    kinds = set(re.findall(r'\{"(\w+)", choose_\w+\}', (ROOT / "tests" / "core" / "functions.c").read_text("utf-8")))
+    forward = {name: name.removesuffix("_backward") if name in GRADIENTS - TABLE.keys() else name for name in IN_C}
+    of_rows = {name: forward[name].removesuffix("_backward") for name in IN_C - ATTENTION}
+    return {name for name in IN_C if PROBLEMS.get((of := (forward | of_rows)[name]), of) in kinds}
+
+
+# Where each function is, or a reason stands below.
+NETS = {
+    "the C problems": problems(),
+    "support/functions.py": IN_C & FUNCTIONS.keys(),
+    "row_table.py or equivalences": (CALLED & IN_C) | used_in("tests/equivalences/*.py"),
+    "support/public_calls.py": used_in("tests/support/public_calls.py"),
+    "support/wrong_calls.py": IN_C & WORKING.keys(),
+    "PyTorch": used_in("python/cattn/integrations/torch/*.py"),
+    "JAX": {XLA[name] for name in _cattn._xla_targets()} | used_in("python/cattn/integrations/*jax*.py"),
+    "dask": used_in("python/cattn/integrations/dask.py"),
+    "ONNX": used_in("python/cattn/integrations/onnx.py"),
+    "Keras": used_in("python/cattn/integrations/keras.py"),
+    "the command line": used_in("python/cattn/_cli/*.py"),
+}
+_NORMS = "rms_norm layer_norm rms_norm_backward layer_norm_backward"
+_ACTIVATIONS = "gelu gelu_backward silu silu_backward"
+_OF_ROWS = (
+    f"{_NORMS} {_ACTIVATIONS} softmax masked_softmax softmax_backward dropout dropout_backward rope linear_backward"
+)
+_TANGENTS = "attention_jvp attention_jvp_backward"
+_PACKED = "varlen_attention varlen_attention_backward varlen_attention_statistics"
+_STATES = "linear_attention_backward causal_conv_backward"
+# A reason that is a file of tests must name the function.
+ABSENT: dict[str, dict[str, str]] = {
+    "the C problems": {"it returns counts, which are no bits": "explain"},
+    "row_table.py or equivalences": {
+        "tests/values/test_varlen.py": "varlen_attention_backward",
+        "tests/values/test_statistics.py": "varlen_attention_statistics",
+        "tests/values/test_masks.py": "causal_mask",
+    },
+    "support/wrong_calls.py": {
+        "tests/values/test_varlen.py": "varlen_attention varlen_attention_backward",
+        "tests/values/test_backward.py": "attention_backward",
+        "tests/values/test_jvp.py": _TANGENTS,
+        "tests/values/test_statistics.py": "attention_statistics varlen_attention_statistics",
+        "tests/api/test_explain.py": "explain",
+        "tests/values/test_linear.py": "linear linear_backward",
+        "tests/values/test_linear_attention.py": f"linear_attention causal_conv {_STATES}",
+        "tests/values/test_activation.py": "gelu_backward silu_backward",
+        "tests/values/test_norms.py": "rms_norm_backward layer_norm_backward",
+        "tests/values/test_softmax.py": "softmax_backward",
+        "tests/values/test_dropout.py": "dropout_backward",
+    },
+    "PyTorch": {
+        "PyTorch has it, with gradients; batch_invariant computes it row by row": _OF_ROWS,
+        "is_causal of scaled_dot_product_attention": "causal_attention",
+        "return_weights of scaled_dot_product_attention": "attention_weights",
+        "flash_attn has no twin for processors: call cattn on the arrays of the tensors": _PACKED,
+        "it has no gradients: call cattn on the arrays of the tensors": "attention_statistics explain",
+    },
+    "JAX": {
+        "XLA fuses it": f"{_OF_ROWS} linear causal_mask",
+        "is_causal of dot_product_attention": "causal_attention",
+        "no matrix of weights is computed": "attention_weights attention_statistics",
+        "XLA has no packed sequences": _PACKED,
+        "a scan of JAX has it": f"linear_attention causal_conv {_STATES}",
+    },
+    "dask": {
+        "dask.array.map_blocks runs it": f"{_OF_ROWS} linear causal_mask causal_conv",
+        "is_causal of attention": "causal_attention",
+        "no task holds a whole row of weights": "attention_weights attention_statistics",
+        "packed sequences have no batch to chunk": _PACKED,
+        "dask trains nothing": f"attention_backward {_TANGENTS} {_STATES}",
+    },
+    "ONNX": {
+        "the runtime has an operator for it": f"{_OF_ROWS} linear causal_mask",
+        "is_causal of attention": "causal_attention",
+        "the operator computes one output": "attention_statistics explain",
+        "the operator has no packed sequences": _PACKED,
+        "a runtime trains nothing": f"attention_backward {_TANGENTS} {_STATES}",
+    },
+    "Keras": {
+        "Keras's backend has it; use_cattn replaces attention alone": " ".join(IN_C - {"scaled_dot_product_attention"})
+    },
+    "the command line": {
+        "it takes files of arrays for attention; the functions of rows are for Python": (
+            f"{_NORMS} {_ACTIVATIONS} softmax softmax_backward dropout_backward rope linear linear_backward"
+        ),
+        "it has no packed sequences": _PACKED,
+        "it trains nothing": f"attention_backward {_TANGENTS} {_STATES}",
+        "it has no states": "linear_attention causal_conv",
+    },
+}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_every_function_is_in_the_net_or_a_reason_says_why_not(net: str) -> None:
+    reasons = ABSENT.get(net, {})
+    excused = [name for names in reasons.values() for name in names.split()]
+    assert len(IN_C) > 30
+    assert (IN_C - NETS[net]) ^ set(excused) == set(), "these are neither there nor excused, or both"
+    assert len(excused) == len(set(excused))
+    for reason, names in reasons.items():
+        if reason.startswith("tests/"):
+            text = (ROOT / reason).read_text("utf-8")
+            assert [name for name in names.split() if not re.search(rf"\b{name}\b", text)] == [], reason
+            assert "pytest.raises" in text or "wrong_calls" not in net, reason
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 # What the core never sees by this name: Python turns it into something else.
 NOT_OF_THE_CORE = {
@@ -88,16 +236,84 @@ NOT_OF_THE_CORE = {
 }
 
 
+OPTIONS = {row[0] for row in [*_cattn._operands(), *_cattn._numbers()]}
+
+
 def test_every_option_is_in_the_stored_bits() -> None:
     """The problems of fuzzer and bits.c read the rows of operands; a line names the options of its problem."""
-    rows = {row[0] for row in [*_cattn._operands(), *_cattn._numbers()]}
     lines = (ROOT / "tests" / "data" / "bits.txt").read_text("utf-8")
-    assert len(rows) > 20
-    assert missing(rows, lines, NOT_OF_THE_CORE) == set()
+    assert len(OPTIONS) > 20
+    assert missing(OPTIONS, lines, NOT_OF_THE_CORE) == set()
     kinds = re.findall(r'\{"(\w+)", choose_\w+\}', (ROOT / "tests" / "core" / "functions.c").read_text("utf-8"))
     assert len(kinds) > 15
     assert {line.split()[0] for line in lines.splitlines()} == set(kinds)
     assert len(lines.splitlines()) >= 48
+
+
+# Options whose equivalence is no row of tests/equivalences: the file that has it instead, or why there is none.
+NO_ROW = {
+    **dict.fromkeys(["query", "key", "value"], "it is no option"),
+    **dict.fromkeys(["attn_mask", "is_causal", "window_size"], "tests/bits/test_hidden_keys.py"),
+    **dict.fromkeys(["query_seq_lengths", "key_value_seq_lengths", "query_offset"], "tests/values/test_masks.py"),
+    **dict.fromkeys(["dropout_p", "rng"], "tests/values/test_dropout.py"),
+    **dict.fromkeys(["scale", "bias", "softcap", "alibi_slopes", "sinks"], "tests/values/test_attention.py"),
+    "enable_gqa": "tests/values/test_attention.py",
+    "compute_dtype": "tests/bits/test_compute_dtype.py",
+    **dict.fromkeys(["key_scale", "value_scale"], "a part of Quantized, which has a row"),
+    "block_size": "a part of block_mask, which has a row",
+}
+
+
+def test_every_option_has_a_row_of_the_equivalences() -> None:
+    assert OPTIONS - ROWS.keys() == NO_ROW.keys()
+    for name, reason in NO_ROW.items():
+        if reason.startswith("tests/"):
+            assert re.search(rf"\b{name}\b", (ROOT / reason).read_text("utf-8")), f"{reason} does not name {name}"
+
+
+# The names that options of attention have in core.js, and why the live page lacks the others.
+LIVE = {
+    "is_causal": "causal",
+    "window_size": "window",
+    "softcap": "softcap",
+    "alibi_slopes": "slopes",
+    "sinks": "sink",
+    "scale": "scale",
+    "attn_mask": "cells",
+    "query_offset": "offset",
+    "key_value_seq_starts": "first",
+    "dropout_p": "dropout",
+    "rng": "seed",
+}
+NOT_LIVE = {
+    **dict.fromkeys(["query", "key", "value"], "the page has them as arrays"),
+    **dict.fromkeys(["query_seq_lengths", "key_value_seq_lengths"], "the page shows no padding on the right"),
+    **dict.fromkeys(["block_mask", "block_size", "key_indices", "bias"], "the page has no control for it"),
+    **dict.fromkeys(["key_scale", "value_scale", "compute_dtype"], "the page computes float32"),
+    **dict.fromkeys(["enable_gqa", "layout"], "each head of the page has keys of its own"),
+}
+OF_THE_PAGE = {"method", "temperature"}  # no options of attention
+# struct live_attention beside the numbers that core.js writes into it.
+SIZES = {"seqlen_q": "T_q", "seqlen_k": "T_k", "head_dim": "D", "d_v": "D_v", "left": "side", "right": "side"}
+SPELLED = {"first_key": "first", "is_causal": "causal", "dropout_p": "dropout", **SIZES}
+
+
+def test_every_option_is_in_the_live_page() -> None:
+    """And JavaScript writes the numbers of a call in the order in which C reads them."""
+    page = (ROOT / "python" / "cattn" / "_view" / "core.js").read_text("utf-8")
+    options = set(re.findall(r"(\w+): ", re.search(r"^const OPTIONS = \{(.*?)^\};", page, re.M | re.S)[1]))  # type: ignore[index]
+    assert LIVE.keys() | NOT_LIVE.keys() == OPTIONS
+    assert set(LIVE.values()) | OF_THE_PAGE == options
+    assert {*_live.OPTIONS} <= LIVE.keys()
+    struct = re.search(r"^struct live_attention \{(.*?)^\};", text_of("csrc/live/live.c"), re.M | re.S)[1]  # type: ignore[index]
+    members = [name for names in re.findall(r"double (.*?);", struct) for name in names.split(", ")]
+    written = re.search(r"Float64Array\.of\((.*?)\);", page, re.S)[1].split(",")  # type: ignore[index]
+    assert [SPELLED.get(name, name) for name in members] == [
+        re.search(r"(?:options\.)?(\w+)", number)[1]
+        for number in written  # type: ignore[index]
+    ]
+    for name in members:
+        assert re.search(rf"call->{name}\b", text_of("csrc/live/live.c")), f"live.c does not read {name}"
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
@@ -183,7 +399,6 @@ def test_every_parameter_is_drawn(name: str) -> None:
 
 
 def test_the_generator_names_no_row_that_is_gone() -> None:
-    rows = {row[0] for row in [*_cattn._operands(), *_cattn._numbers()]}
-    assert {*WAYS, *NOT_OF_LISTS} <= rows
+    assert {*WAYS, *NOT_OF_LISTS} <= OPTIONS
     assert REALS.keys() <= {kind for _, kind in _cattn._numbers()}
     assert {row[2] for row in _cattn._operands()} - {"SCALES"} == KINDS.keys()
