@@ -7,8 +7,6 @@
 #define CATTN_ARGS_H
 
 #include "binding.h"
-#include "call/check.h"
-#include "call/functions.h"
 #include "torch_random.h"
 
 /* ---- errors ---- */
@@ -279,51 +277,5 @@ int cattn_freeze_rows(PyArrayObject *array, const char *name, struct cattn_array
 /* Copies the sizes of all axes but one, and returns the number of rows along that one: 0 in an empty array, whose other
  * sizes may have a product that is too large. */
 int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape);
-
-/* The slots of each table. */
-#define SOFTMAX_SLOT(name, ...) SOFTMAX_##name,
-#define MASKED_SOFTMAX_SLOT(name, ...) MASKED_SOFTMAX_##name,
-#define DROPOUT_SLOT(name, ...) DROPOUT_##name,
-#define CAUSAL_MASK_SLOT(name, ...) CAUSAL_MASK_##name,
-#define ROPE_SLOT(name, ...) ROPE_##name,
-#define RMS_NORM_SLOT(name, ...) RMS_NORM_##name,
-#define LAYER_NORM_SLOT(name, ...) LAYER_NORM_##name,
-#define GELU_SLOT(name, ...) GELU_##name,
-#define GELU_BACKWARD_SLOT(name, ...) GELU_BACKWARD_##name,
-#define SILU_SLOT(name, ...) SILU_##name,
-#define SILU_BACKWARD_SLOT(name, ...) SILU_BACKWARD_##name,
-#define LINEAR_SLOT(name, ...) LINEAR_##name,
-#define CAUSAL_CONV_SLOT(name, ...) CAUSAL_CONV_##name,
-#define LINEAR_ATTENTION_SLOT(name, ...) LINEAR_ATTENTION_##name,
-enum { SOFTMAX_ARGUMENTS(SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT) N_SOFTMAX_ARGS };
-enum {
-    MASKED_SOFTMAX_ARGUMENTS(MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT)
-        N_MASKED_SOFTMAX_ARGS
-};
-enum { DROPOUT_ARGUMENTS(DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT) N_DROPOUT_ARGS };
-enum {
-    CAUSAL_MASK_ARGUMENTS(CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT) N_CAUSAL_MASK_ARGS
-};
-enum { ROPE_ARGUMENTS(ROPE_SLOT, ROPE_SLOT, ROPE_SLOT, ROPE_SLOT) N_ROPE_ARGS };
-enum { RMS_NORM_ARGUMENTS(RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT) N_RMS_NORM_ARGS };
-enum { LAYER_NORM_ARGUMENTS(LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT) N_LAYER_NORM_ARGS };
-enum { GELU_ARGUMENTS(GELU_SLOT, GELU_SLOT, GELU_SLOT, GELU_SLOT) N_GELU_ARGS };
-enum {
-    GELU_BACKWARD_ARGUMENTS(GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT)
-        N_GELU_BACKWARD_ARGS
-};
-enum { SILU_ARGUMENTS(SILU_SLOT, SILU_SLOT, SILU_SLOT, SILU_SLOT) N_SILU_ARGS };
-enum {
-    SILU_BACKWARD_ARGUMENTS(SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT)
-        N_SILU_BACKWARD_ARGS
-};
-enum { LINEAR_ARGUMENTS(LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT) N_LINEAR_ARGS };
-enum {
-    CAUSAL_CONV_ARGUMENTS(CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT) N_CAUSAL_CONV_ARGS
-};
-enum {
-    LINEAR_ATTENTION_ARGUMENTS(LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT,
-                               LINEAR_ATTENTION_SLOT) N_LINEAR_ATTENTION_ARGS
-};
 
 #endif

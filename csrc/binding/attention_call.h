@@ -61,10 +61,10 @@ void cattn_packed_clear(struct cattn_packed *packed);
 /* ---- the call ---- */
 
 /* The options of call/operands.h, each with a slot. */
-#define ATTENTION_ARGUMENTS(ARRAY, NUMBER, WISH, RESULT) ATTENTION_OPTIONS(ARRAY, NUMBER, WISH)
+#define ATTENTION_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, ...) ATTENTION_OPTIONS(ARRAY, NUMBER, WISH)
 
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
-#define WEIGHTS_EXTRA(ARRAY, NUMBER) NUMBER(stage, WORD)
+#define WEIGHTS_EXTRA(WORD) WORD(stage, "qk|softcap|bias|mask|softmax|dropout")
 #define BACKWARD_EXTRA(ARRAY, NUMBER)                                                                                  \
     ARRAY(grad_out, "NTD", STORED, EXACTLY, REQUIRED)                                                                  \
     ARRAY(lse, "NT", COMPUTED, EXACTLY, REQUIRED)                                                                      \
@@ -88,14 +88,14 @@ void cattn_packed_clear(struct cattn_packed *packed);
     NUMBER(observation_window, COUNT)
 
 /* The tables. */
-#define WEIGHTS_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) WEIGHTS_EXTRA(A, N)
-#define VARLEN_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) VARLEN_EXTRA(A, N)
-#define BACKWARD_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) BACKWARD_EXTRA(A, N)
-#define VARLEN_BACKWARD_ARGUMENTS(A, N, W, R) BACKWARD_ARGUMENTS(A, N, W, R) VARLEN_EXTRA(A, N)
-#define JVP_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) JVP_EXTRA(A, N)
-#define JVP_BACKWARD_ARGUMENTS(A, N, W, R) JVP_ARGUMENTS(A, N, W, R) JVP_BACKWARD_EXTRA(A, N)
-#define STATISTICS_ARGUMENTS(A, N, W, R) ATTENTION_ARGUMENTS(A, N, W, R) STATISTICS_EXTRA(A, N)
-#define VARLEN_STATISTICS_ARGUMENTS(A, N, W, R) STATISTICS_ARGUMENTS(A, N, W, R) VARLEN_EXTRA(A, N)
+#define WEIGHTS_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) WEIGHTS_EXTRA(O)
+#define VARLEN_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) VARLEN_EXTRA(A, N)
+#define BACKWARD_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) BACKWARD_EXTRA(A, N)
+#define VARLEN_BACKWARD_ARGUMENTS(A, N, O, W, ...) BACKWARD_ARGUMENTS(A, N, O, W, __VA_ARGS__) VARLEN_EXTRA(A, N)
+#define JVP_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) JVP_EXTRA(A, N)
+#define JVP_BACKWARD_ARGUMENTS(A, N, O, W, ...) JVP_ARGUMENTS(A, N, O, W, __VA_ARGS__) JVP_BACKWARD_EXTRA(A, N)
+#define STATISTICS_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) STATISTICS_EXTRA(A, N)
+#define VARLEN_STATISTICS_ARGUMENTS(A, N, O, W, ...) STATISTICS_ARGUMENTS(A, N, O, W, __VA_ARGS__) VARLEN_EXTRA(A, N)
 
 /* The extras take the slots after the shared ones. A row may have a name alone, and C11 wants an argument for the dots:
  * hence the empty one. */
@@ -103,7 +103,7 @@ void cattn_packed_clear(struct cattn_packed *packed);
 #define ARG_SLOT_NAMED(name, ...) ARG_##name,
 #define JVP_SLOT(name, ...) ARG_jvp_##name,
 enum { ATTENTION_OPTIONS(ARG_SLOT, ARG_SLOT, ARG_SLOT) N_ATTENTION_ARGS };
-enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT, ARG_SLOT) };
+enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
 enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT, ARG_SLOT) N_BACKWARD_ARGS };
 enum { BEFORE_JVP_EXTRA = N_ATTENTION_ARGS - 1, JVP_EXTRA(JVP_SLOT, JVP_SLOT) JVP_BACKWARD_EXTRA(JVP_SLOT, JVP_SLOT) };
 enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT, ARG_SLOT) N_STATISTICS_ARGS };

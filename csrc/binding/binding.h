@@ -17,7 +17,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "cattn.h"
+#include "call/functions.h"
 
 /* The public functions that C implements, and the table of the arguments of each, as in call/functions.h: of attention
  * in attention_call.h. signature.c binds the arguments by them. */
@@ -37,18 +37,11 @@
     E(masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                                        \
     E(dropout, DROPOUT_ARGUMENTS)                                                                                      \
     E(causal_mask, CAUSAL_MASK_ARGUMENTS)                                                                              \
-    E(rope, ROPE_ARGUMENTS)                                                                                            \
-    E(rms_norm, RMS_NORM_ARGUMENTS)                                                                                    \
     E(linear, LINEAR_ARGUMENTS)                                                                                        \
-    E(layer_norm, LAYER_NORM_ARGUMENTS)                                                                                \
-    E(gelu, GELU_ARGUMENTS)                                                                                            \
-    E(gelu_backward, GELU_BACKWARD_ARGUMENTS)                                                                          \
-    E(silu, SILU_ARGUMENTS)                                                                                            \
-    E(silu_backward, SILU_BACKWARD_ARGUMENTS)                                                                          \
     E(linear_attention, LINEAR_ATTENTION_ARGUMENTS)                                                                    \
-    E(causal_conv, CAUSAL_CONV_ARGUMENTS)
+    E(causal_conv, CAUSAL_CONV_ARGUMENTS) FUNCTIONS(E)
 
-#define ENTRY_POINT_INDEX(name, TABLE) ENTRY_##name,
+#define ENTRY_POINT_INDEX(name, ...) ENTRY_##name,
 enum { ENTRY_POINTS(ENTRY_POINT_INDEX) CATTN_N_ENTRY_POINTS };
 
 /* Room for the longest table, and for new options. */
@@ -78,6 +71,7 @@ struct cattn_signature {
     H(quantized_class)                                                                                                 \
     H(block_mask_class)                                                                                                \
     H(cast)                                                                                                            \
+    H(rounded)                                                                                                         \
     H(shares_memory)                                                                                                   \
     H(refuse_masked)                                                                                                   \
     H(draw_seed)                                                                                                       \
@@ -108,7 +102,6 @@ struct cattn_signature {
     O(unnamed_corner)                                                                                                  \
     O(neg_inf)                                                                                                         \
     O(renormalize)                                                                                                     \
-    O(none)                                                                                                            \
     O(bits)                                                                                                            \
     O(scale)                                                                                                           \
     O(blocks)                                                                                                          \
@@ -116,7 +109,6 @@ struct cattn_signature {
     O(exchange_api)                                                                                                    \
     O(untyped_storage)                                                                                                 \
     O(storage_offset)                                                                                                  \
-    O(tanh)                                                                                                            \
     O(silu)
 
 struct binding_state {
@@ -139,7 +131,7 @@ static inline struct binding_state *cattn_state(PyObject *module) {
  * argument, its default, or None where the public function has no such parameter. A body may put other objects there.
  */
 typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
-#define ENTRY_POINT_BODY(name, TABLE) cattn_body cattn_body_##name;
+#define ENTRY_POINT_BODY(name, ...) cattn_body cattn_body_##name;
 ENTRY_POINTS(ENTRY_POINT_BODY)
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
@@ -148,8 +140,8 @@ ENTRY_POINTS(ENTRY_POINT_BODY)
 /* Private functions of the module, for its table of methods. */
 typedef PyObject *cattn_method(PyObject *module, PyObject *argument);
 typedef PyObject *cattn_fast_method(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-cattn_fast_method cattn_py_softmax_backward, cattn_py_rms_norm_backward, cattn_py_layer_norm_backward, cattn_py_product,
-    cattn_py_linear_attention_backward, cattn_py_store, cattn_py_tensor_of_array;
+cattn_fast_method cattn_py_softmax_backward, cattn_py_product, cattn_py_linear_attention_backward, cattn_py_store,
+    cattn_py_tensor_of_array;
 cattn_method cattn_py_array_of_tensor, cattn_py_are_scales, cattn_py_default_scale, cattn_py_probability,
     cattn_py_shown, cattn_py_in_default_mode, cattn_py_get_num_threads, cattn_py_set_num_threads,
     cattn_py_override_num_threads, cattn_py_isa_list, cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path,

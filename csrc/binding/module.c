@@ -4,7 +4,7 @@
  * `_register_helpers` hands over the Python functions that they call.
  */
 #define CATTN_IMPORT_NUMPY
-#include "args.h"
+#include "engine.h"
 #include "xla/call.h"
 
 /* ---- state ---- */
@@ -22,7 +22,6 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->unnamed_corner = PyUnicode_FromString("lower right, unnamed")) != NULL &&
            (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
            (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL &&
-           (state->none = PyUnicode_InternFromString("none")) != NULL &&
            (state->bits = PyUnicode_InternFromString("_bits")) != NULL &&
            (state->scale = PyUnicode_InternFromString("scale")) != NULL &&
            (state->blocks = PyUnicode_InternFromString("blocks")) != NULL &&
@@ -30,7 +29,6 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->exchange_api = PyUnicode_InternFromString("__dlpack_c_exchange_api__")) != NULL &&
            (state->untyped_storage = PyUnicode_InternFromString("untyped_storage")) != NULL &&
            (state->storage_offset = PyUnicode_InternFromString("storage_offset")) != NULL &&
-           (state->tanh = PyUnicode_InternFromString("tanh")) != NULL &&
            (state->silu = PyUnicode_InternFromString("silu")) != NULL &&
            (state->torch_stream = cattn_torch_type(module)) != NULL;
 }
@@ -117,6 +115,7 @@ static int module_exec(PyObject *module) {
     state->path = CATTN_PATH_AUTO;
     if (!claim_process() || PyArray_ImportNumPyAPI() < 0 || !cattn_read_environment())
         return -1;
+    cattn_prepare_functions();
     return make_own_objects(state, module) ? 0 : -1;
 }
 
@@ -166,9 +165,7 @@ static PyMethodDef methods[] = {
     {"_numbers", cattn_py_numbers, METH_NOARGS, NULL},
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},
     CATTN_FASTCALL("softmax_backward", cattn_py_softmax_backward),
-    CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),
     CATTN_FASTCALL("_product", cattn_py_product),
-    CATTN_FASTCALL("layer_norm_backward", cattn_py_layer_norm_backward),
     CATTN_FASTCALL("linear_attention_backward", cattn_py_linear_attention_backward),
     CATTN_FASTCALL("_store", cattn_py_store),
     CATTN_FASTCALL("_tensor_of_array", cattn_py_tensor_of_array),

@@ -1,45 +1,13 @@
-/* rope.c -- rope(...): parse, check, allocate, run, return. */
-#include "args.h"
+/* rope.c -- what the rows of rope do not say: positions, the columns that are rotated, and scaling. */
+#include "engine.h"
 
 #include <math.h>
-
-struct call {
-    struct binding_state *state;
-    struct cattn_rope_params *params;
-    PyArrayObject *x, *positions; /* owned; positions may be NULL, else float64 and contiguous */
-    struct cattn_output output;
-    int type;                   /* of x */
-    struct cattn_array *frozen; /* x, with two axes or more */
-};
-
-static bool parse_x(struct call *call, PyObject *object) {
-    struct cattn_rope_params *params = call->params;
-    cattn_clear_rope(params);
-    call->x = cattn_arg_floats(call->state, object, "x");
-    if (call->x == NULL)
-        return false;
-    const struct cattn_array *x = call->frozen;
-    cattn_freeze(call->x, "x", call->frozen);
-    const int nd = x->nd;
-    if (nd < 2)
-        return cattn_raise(PyExc_ValueError, "x must have at least 2 dimensions (..., T, D), got %d", nd);
-    call->type = PyArray_TYPE(call->x);
-    params->dtype = cattn_arg_dtype(call->type);
-    params->storage = cattn_arg_storage(call->type);
-    params->n_batch_dims = nd - 2;
-    memcpy(params->batch_shape, x->dims, (size_t)(nd - 2) * sizeof *x->dims);
-    params->n_batch = cattn_count(nd, x->dims) > 0 ? cattn_count(nd - 2, x->dims) : 0;
-    params->seqlen = x->dims[nd - 2];
-    params->n_cols = x->dims[nd - 1];
-    cattn_view(&params->x, x, nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
-    return true;
-}
 
 /* ---- positions ---- */
 
 /* Always false. */
-static bool error_positions(const struct call *call, const struct cattn_array *positions) {
-    const struct cattn_array *x = call->frozen;
+static bool error_positions(const struct cattn_function_call *call, const struct cattn_array *positions) {
+    const struct cattn_array *x = call->main;
     const int64_t tokens = x->dims[x->nd - 2];
     const int64_t last = positions->nd > 0 ? positions->dims[positions->nd - 1] : tokens;
     const bool swapped = x->nd > 2 && last != tokens && last == x->dims[x->nd - 3];
@@ -52,12 +20,11 @@ static bool error_positions(const struct call *call, const struct cattn_array *p
 }
 
 /* Positions are (T,), or have the leading axes of x, with or without the heads; an axis of 1 is shared. */
-static bool take_positions(struct call *call) {
-    struct cattn_tensor *tensor = &call->params->positions;
-    const struct cattn_array *x = call->frozen;
+static bool view_positions(const struct cattn_function_call *call, PyArrayObject *array, struct cattn_tensor *tensor) {
+    const struct cattn_array *x = call->main;
     const int n_batch_dims = x->nd - 2;
     struct cattn_array positions;
-    cattn_freeze(call->positions, "positions", &positions);
+    cattn_freeze(array, "positions", &positions);
     const int own = positions.nd;
     if (own < 1 || positions.dims[own - 1] != x->dims[x->nd - 2] ||
         (own > 1 && own - 1 != n_batch_dims && own - 1 != n_batch_dims - 1))
@@ -101,26 +68,24 @@ static PyArrayObject *copy_positions(PyObject *object) {
     return copy;
 }
 
-static bool parse_positions(struct call *call, PyObject *object) {
+static bool settle_positions(struct cattn_function_call *call, PyObject *object) {
     struct cattn_rope_params *params = call->params;
     params->length = (double)params->seqlen;
     if (object == Py_None)
         return true;
-    call->positions = copy_positions(object);
-    if (call->positions == NULL && PyErr_Occurred())
+    PyArrayObject *array = copy_positions(object);
+    if (array == NULL && !PyErr_Occurred())
+        array = (PyArrayObject *)PyObject_CallFunction(call->state->as_positions, "Os", object, "positions");
+    call->kept = (PyObject *)array;
+    if (array == NULL)
         return false;
-    if (call->positions == NULL)
-        call->positions = (PyArrayObject *)PyObject_CallFunction(call->state->as_positions, "Os", object, "positions");
-    if (call->positions == NULL)
-        return false;
-    if (!PyArray_CheckExact((PyObject *)call->positions) || PyArray_TYPE(call->positions) != NPY_DOUBLE ||
-        !PyArray_ISCARRAY(call->positions))
+    if (!PyArray_CheckExact(call->kept) || PyArray_TYPE(array) != NPY_DOUBLE || !PyArray_ISCARRAY(array))
         return cattn_raise(PyExc_SystemError, "positions was converted to something unexpected");
-    if (!take_positions(call))
+    if (!view_positions(call, array, &params->positions))
         return false;
-    const double *positions = PyArray_DATA(call->positions);
+    const double *positions = PyArray_DATA(array);
     params->length = 0;
-    for (int64_t i = 0; i < PyArray_SIZE(call->positions); i++)
+    for (int64_t i = 0; i < PyArray_SIZE(array); i++)
         if (positions[i] + 1 > params->length)
             params->length = positions[i] + 1;
     return true;
@@ -128,17 +93,7 @@ static bool parse_positions(struct call *call, PyObject *object) {
 
 /* ---- the angles ---- */
 
-static bool parse_theta(struct call *call, PyObject *object) {
-    double *theta = &call->params->theta;
-    if (!cattn_arg_real(object, "theta", theta))
-        return false;
-    if (*theta >= 1.0)
-        return true;
-    return cattn_error_value(object, "theta must be at least 1");
-}
-
-static bool parse_rotary_dim(struct call *call, PyObject *object) {
-    struct cattn_rope_params *params = call->params;
+static bool settle_rotary_dim(struct cattn_rope_params *params, PyObject *object) {
     params->rotary_dim = params->n_cols;
     if (object != Py_None && !cattn_arg_count(object, "rotary_dim", 0, params->n_cols, &params->rotary_dim))
         return false;
@@ -152,13 +107,14 @@ static bool parse_rotary_dim(struct call *call, PyObject *object) {
                        (long long)params->n_cols, (long long)params->n_cols - 1);
 }
 
-static bool parse_scaling(struct call *call, PyObject *object) {
-    struct cattn_rope_scaling *s = &call->params->scaling;
+static bool settle_scaling(const struct cattn_function_call *call, PyObject *object) {
+    struct cattn_rope_params *params = call->params;
+    struct cattn_rope_scaling *s = &params->scaling;
     int type = CATTN_ROPE_DEFAULT, truncate = 0;
     if (object == Py_None)
         return true;
-    PyObject *numbers = PyObject_CallFunction(call->state->as_rope_scaling, "OdLL", object, call->params->theta,
-                                              (long long)call->params->rotary_dim, (long long)call->params->n_cols);
+    PyObject *numbers = PyObject_CallFunction(call->state->as_rope_scaling, "OdLL", object, params->theta,
+                                              (long long)params->rotary_dim, (long long)params->n_cols);
     const bool parsed =
         numbers != NULL && PyArg_ParseTuple(numbers, "ipddddddddd", &type, &truncate, &s->factor, &s->original_length,
                                             &s->low_freq_factor, &s->high_freq_factor, &s->beta_fast, &s->beta_slow,
@@ -171,32 +127,8 @@ static bool parse_scaling(struct call *call, PyObject *object) {
     return parsed;
 }
 
-/* ---- the result ---- */
-
-static bool make_output(struct call *call, PyObject *out) {
-    struct cattn_rope_params *params = call->params;
-    const struct cattn_output_spec spec = {"out",    call->type, call->frozen->nd, call->frozen->dims,
-                                           &call->x, 1,          call->x};
-    if (!cattn_arg_output(call->state, out, &spec, &call->output))
-        return false;
-    cattn_tensor_from(&params->out, call->output.array, call->frozen->nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
-    if (params->n_cols == 1)
-        params->x.col = params->out.col = 1;
-    return true;
-}
-
-CATTN_DEFINE_RUN(run, cattn_rope, cattn_rope_params)
-
-PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
-    struct cattn_rope_params params;
-    struct cattn_array frozen;
-    struct call call = {.state = state, .params = &params, .frozen = &frozen};
-    const bool computed = parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
-                          parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
-                          cattn_arg_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
-                          parse_scaling(&call, args[ROPE_scaling]) &&
-                          cattn_arg_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
-                          make_output(&call, args[ROPE_out]) && run(&params, call.output.array);
-    PyArrayObject *const inputs[] = {call.x, call.positions};
-    return cattn_output_end(computed, &call.output, inputs, 2);
+bool cattn_settle_rope(struct cattn_function_call *call) {
+    return settle_positions(call, call->args[ROPE_positions]) &&
+           settle_rotary_dim(call->params, call->args[ROPE_rotary_dim]) &&
+           settle_scaling(call, call->args[ROPE_scaling]);
 }

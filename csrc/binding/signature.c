@@ -80,7 +80,7 @@ static PyObject *call(PyObject *module, int which, cattn_body *body, PyObject *c
 }
 
 /* A builtin receives the module, but not itself: each needs its own C function to know which it is. */
-#define BUILTIN(name, TABLE)                                                                                           \
+#define BUILTIN(name, ...)                                                                                             \
     static PyObject *name##_builtin(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {  \
         return call(module, ENTRY_##name, cattn_body_##name, args, n_args, keywords);                                  \
     }
@@ -94,23 +94,31 @@ struct argument {
 };
 #define ARRAY_ROW(name, axes, kind, fits, ...) {#name, "ARRAY", #kind, axes, #fits},
 #define NUMBER_ROW(name, kind, ...) {#name, "NUMBER", #kind, NULL, NULL},
+#define WORD_ROW(name, words, ...) {#name, "WORD", NULL, words, NULL},
 #define WISH_ROW(name) {#name, "WISH", NULL, NULL, NULL},
-#define RESULT_ROW(name, axes, kind, ...) {#name, "RESULT", #kind, axes, "EXACTLY"},
-#define ARGUMENTS(name, TABLE)                                                                                         \
-    static const struct argument name##_arguments[] = {TABLE(ARRAY_ROW, NUMBER_ROW, WISH_ROW, RESULT_ROW)};            \
+#define RESULT_ROW(name, axes, kind, where, ...) {#name, "RESULT", #kind, axes, #where},
+#define RETURNS_ROW(name, axes, kind, ...) {#name, "RETURNS", #kind, axes, NULL},
+#define ARGUMENTS(name, TABLE, ...)                                                                                    \
+    static const struct argument name##_arguments[] = {                                                                \
+        TABLE(ARRAY_ROW, NUMBER_ROW, WORD_ROW, WISH_ROW, RESULT_ROW, NO_SLOT)};                                        \
+    /* what is no argument, and an empty row, because most tables have none */                                         \
+    static const struct argument name##_returned[] = {                                                                 \
+        TABLE(NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT, RETURNS_ROW){0}};                                           \
     _Static_assert(sizeof name##_arguments / sizeof *name##_arguments <= CATTN_MOST_SLOTS,                             \
                    "enough room for each table");
 ENTRY_POINTS(ARGUMENTS)
 
 /* The cast by way of void(*)(void) is the documented one. */
-#define ENTRY_POINT(name, TABLE)                                                                                       \
+#define ENTRY_POINT(name, ...)                                                                                         \
     {{#name, (PyCFunction)(void (*)(void))name##_builtin, METH_FASTCALL | METH_KEYWORDS, NULL},                        \
      name##_arguments,                                                                                                 \
-     sizeof name##_arguments / sizeof *name##_arguments},
+     sizeof name##_arguments / sizeof *name##_arguments,                                                               \
+     name##_returned},
 static const struct {
     PyMethodDef method;
     const struct argument *arguments;
     int n_slots;
+    const struct argument *returned; /* up to a row without a name */
 } KNOWN[CATTN_N_ENTRY_POINTS] = {ENTRY_POINTS(ENTRY_POINT)};
 
 /* The index in KNOWN, or -1 with an exception. */
@@ -142,14 +150,19 @@ static bool append(PyObject *list, PyObject *object) {
     return appended;
 }
 
-/* The rows of a function: (name, role, kind, axes, fits) of each argument. */
-static PyObject *arguments_of(int which) {
+static bool append_row(PyObject *rows, const struct argument *row) {
+    return append(rows, Py_BuildValue("(sszzz)", row->name, row->role, row->kind, row->axes, row->fits));
+}
+
+/* The rows of a function: (name, role, kind, axes, fits) of each argument, and of each result that is none. */
+static PyObject *rows_of(int which) {
     PyObject *rows = PyList_New(0);
-    for (int i = 0; rows != NULL && i < KNOWN[which].n_slots; i++) {
-        const struct argument *row = &KNOWN[which].arguments[i];
-        if (!append(rows, Py_BuildValue("(sszzz)", row->name, row->role, row->kind, row->axes, row->fits)))
+    for (int i = 0; rows != NULL && i < KNOWN[which].n_slots; i++)
+        if (!append_row(rows, &KNOWN[which].arguments[i]))
             Py_CLEAR(rows);
-    }
+    for (const struct argument *row = KNOWN[which].returned; rows != NULL && row->name != NULL; row++)
+        if (!append_row(rows, row))
+            Py_CLEAR(rows);
     return rows;
 }
 
@@ -157,7 +170,7 @@ static PyObject *arguments_of(int which) {
 PyObject *cattn_py_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     PyObject *functions = PyDict_New();
     for (int i = 0; functions != NULL && i < CATTN_N_ENTRY_POINTS; i++) {
-        PyObject *rows = arguments_of(i);
+        PyObject *rows = rows_of(i);
         if (rows == NULL || PyDict_SetItemString(functions, KNOWN[i].method.ml_name, rows) < 0)
             Py_CLEAR(functions);
         Py_XDECREF(rows);

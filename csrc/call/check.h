@@ -160,8 +160,9 @@ bool cattn_check_linear_sizes(const struct cattn_door *door, struct cattn_array 
 
 /* ---- numbers ---- */
 
-/* What is wrong with a number of a computation in this type, after its name; or NULL. */
-const char *cattn_number_fault(enum cattn_number_kind kind, double number, enum cattn_dtype dtype);
+/* What is wrong with a number of a computation in this type, after its name; or NULL. `kind` is of enum
+ * cattn_number_kind, or of functions.h. */
+const char *cattn_number_fault(int kind, double number, enum cattn_dtype dtype);
 /* The factor of scores, or of linear attention's output, that nobody gave, whatever rounding the caller has set. */
 void cattn_default_scale(const int64_t *width, double *scale);
 

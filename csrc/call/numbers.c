@@ -1,6 +1,6 @@
 /* numbers.c -- the bounds of numbers that hold for a whole call, and numbers in messages. See check.h. */
 #include "../fp_mode.h"
-#include "check.h"
+#include "functions.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 /* Is a positive number neither 0 nor inf in float32, rounded to nearest whatever mode the caller has set? */
 static bool rounds_to_float(double number) { return number > 0x1p-150 && number < 0x1.ffffffp127; }
 
-const char *cattn_number_fault(enum cattn_number_kind kind, double number, enum cattn_dtype dtype) {
+const char *cattn_number_fault(int kind, double number, enum cattn_dtype dtype) {
     const bool is_single = dtype == CATTN_F32;
     switch (kind) {
     case REAL:
@@ -24,6 +24,10 @@ const char *cattn_number_fault(enum cattn_number_kind kind, double number, enum 
         return is_single && number != 0 && !rounds_to_float(number) ? "must round to a positive finite float32" : NULL;
     case PROBABILITY:
         return number >= 0 && number <= 1 ? NULL : "must be in [0, 1]";
+    case NOT_NEGATIVE:
+        return number >= 0 ? NULL : "must not be negative";
+    case BASE:
+        return number >= 1 ? NULL : "must be at least 1";
     default:
         return NULL;
     }

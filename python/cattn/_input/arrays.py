@@ -212,6 +212,12 @@ def converted(array: Array, dtype: DTypeLike) -> Array:
     return result
 
 
+@np.errstate(all="ignore")
+def rounded(array: Array, dtype: DTypeLike) -> Array:
+    """Return results that were computed in a wider dtype."""
+    return converted(array, dtype)
+
+
 def _without_repetition(array: Array) -> Array:
     """Return array with size 1 along the axes of stride 0, so that each element of memory is converted once."""
     if 0 not in array.strides:

@@ -99,6 +99,7 @@ _cattn._register_helpers(
     quantized_class=objects.Quantized,
     block_mask_class=objects.BlockMask,
     cast=arrays.cast,
+    rounded=arrays.rounded,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,
     draw_seed=draw_seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -97,8 +96,8 @@ def rms_norm(  # type: ignore[empty-body]
     """
 
 
-@in_default_mode
-def rms_norm_backward(
+@implemented_in_c
+def rms_norm_backward(  # type: ignore[empty-body]
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
     r"""Return the gradients of the arguments of `rms_norm`, given the gradient of its result.
@@ -151,9 +150,6 @@ def rms_norm_backward(
     >>> grad_x.round(3), grad_weight.round(3)
     (array([ 0.181, -0.136]), array([0.849, 0.   ]))
     """
-    grad_x, grad_weight = _widened(_cattn.rms_norm_backward, grad_out, x, weight, eps)
-    assert grad_x is not None
-    return grad_x, grad_weight
 
 
 @implemented_in_c
@@ -228,8 +224,8 @@ def layer_norm(  # type: ignore[empty-body]
     """
 
 
-@in_default_mode
-def layer_norm_backward(
+@implemented_in_c
+def layer_norm_backward(  # type: ignore[empty-body]
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-5
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]:
     r"""Return the gradients of the arguments of `layer_norm`, given the gradient of its result.
@@ -286,30 +282,6 @@ def layer_norm_backward(
     >>> grad_x.round(3), grad_weight.round(3), grad_bias
     (array([ 0.229, -0.344,  0.115]), array([-1.069,  0.   ,  0.   ]), array([1., 0., 0.]))
     """
-    grad_x, grad_weight, grad_bias = _widened(_cattn.layer_norm_backward, grad_out, x, weight, eps)
-    assert grad_x is not None
-    assert grad_bias is not None
-    return grad_x, grad_weight, grad_bias
-
-
-def _widened(
-    backward: Callable[..., Sequence[NDArray[Any] | None]],
-    grad_out: ArrayLike,
-    x: ArrayLike,
-    weight: ArrayLike | None,
-    eps: float,
-) -> Sequence[NDArray[Any] | None]:
-    """Call a function of C that takes no halves: those are computed in float32 and rounded once."""
-    arrays = [as_array(grad_out, "grad_out"), as_array(x, "x")]
-    if weight is not None:
-        arrays.append(as_array(weight, "weight"))
-    dtype = common_dtype(arrays, "grad_out, x and weight")
-    if dtype.itemsize > 2:
-        return backward(arrays[0], arrays[1], arrays[2] if weight is not None else None, eps)
-    with np.errstate(all="ignore"):
-        wide = [converted(array, np.float32) for array in arrays]
-        gradients = backward(wide[0], wide[1], wide[2] if weight is not None else None, eps)
-        return [None if gradient is None else converted(gradient, dtype) for gradient in gradients]
 
 
 @implemented_in_c
