@@ -210,7 +210,7 @@ class Sizes:
     """The dtypes of a call and its sizes: the batch, and each letter of the axes of an operand."""
 
     def __init__(self, choose: Choose, limits: Limits, *, long: bool, with_heads: bool, alone: bool) -> None:
-        """`alone`: heads may stand without a batch dimension, because the call says that they are heads."""
+        """`alone`: inputs of three dimensions are (heads, T, D), as with enable_gqa=True."""
         self.stored = choose(STORED)
         self.dtype: Any = np.float64 if self.stored is np.float64 else np.float32
         self.content = numbers(choose)

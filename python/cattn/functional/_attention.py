@@ -437,8 +437,6 @@ def causal_attention(
         Values; left out with a cache.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added); intersected with causality.
-    dropout_p : float
-        Probability that a weight is dropped.
 
     Returns
     -------
@@ -515,12 +513,6 @@ def attention_weights(  # type: ignore[empty-body]
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument but stage are the same as in `scaled_dot_product_attention`.
-    key : array_like or Quantized, shape (..., T_k, head_dim)
-        Keys.
-    attn_mask : array_like, optional
-        Boolean (True where the key is visible) or float (added).
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------

@@ -61,22 +61,12 @@ def attention_backward(  # type: ignore[empty-body]
         Gradient of the output.
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument of `scaled_dot_product_attention` must be the same as in the forward pass.
-    key : array_like or Quantized, shape (..., T_k, head_dim)
-        Keys.
-    value : array_like or Quantized, shape (..., T_k, d_v)
-        Values.
     out : array_like, shape (..., T_q, d_v)
         The output of the forward pass. For halves it may be float32, not yet rounded, which makes the gradients of
         query and key more exact: the output of the same call with float32 inputs.
     lse : array_like, shape (..., T_q)
         The log-sum-exp of the forward pass (``return_lse=True``). float64 makes the gradients of float32 and halves
         more exact: ``return_lse=np.float64``.
-    attn_mask : array_like, optional
-        Boolean (True where the key is visible) or float (added).
-    dropout_p : float
-        Probability that a weight is dropped.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------
@@ -198,12 +188,8 @@ def attention_jvp(  # type: ignore[empty-body]
         Values.
     query_tangent, key_tangent, value_tangent : array_like, optional
         The direction: a tangent has the shape of its input, and no wider dtype. None is 0, and costs nothing.
-    attn_mask : array_like, optional
-        Boolean (True where the key is visible) or float (added).
     dropout_p : float
         Probability that a weight is dropped. Then rng must be an int.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------
@@ -311,10 +297,6 @@ def attention_jvp_backward(  # type: ignore[empty-body]
         Gradient of out_tangent.
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument of `attention_jvp` must be the same as there.
-    key : array_like, shape (..., T_k, head_dim)
-        Keys.
-    value : array_like, shape (..., T_k, d_v)
-        Values.
     out : array_like, shape (..., T_q, d_v)
         This and the next three are the results of `attention_jvp` with ``return_lse=True``.
     lse : array_like, shape (..., T_q)
@@ -323,14 +305,6 @@ def attention_jvp_backward(  # type: ignore[empty-body]
         The derivative of the output.
     lse_tangent : array_like, shape (..., T_q)
         The derivative of the log-sum-exp.
-    query_tangent, key_tangent, value_tangent : array_like, optional
-        The direction. None is 0, and costs nothing.
-    attn_mask : array_like, optional
-        Boolean (True where the key is visible) or float (added).
-    dropout_p : float
-        Probability that a weight is dropped. Then rng must be an int.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------
@@ -339,16 +313,6 @@ def attention_jvp_backward(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    layout : {"bhtd", "bthd"}
-        Order of heads and tokens in query, key, value, their tangents and the outputs.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, which has no tangent, and one extra logit.
-    rng : int
-        Seed of the dropout mask. Ignored without dropout.
-    bias_tangent : array_like, optional
-        Tangent of bias or, where there is none, of a float attn_mask. None is 0.
-    sinks_tangent : array_like, optional
-        Tangent of sinks. None is 0.
     grad_lse_tangent : array_like, shape (..., T_q), optional
         Gradient of lse_tangent. None is 0.
 

@@ -13,7 +13,7 @@ from .._input.contexts import in_default_mode
 from .._input.names import with_hints
 from .._input.types import RNG
 from ..random import TorchGenerator
-from ._options import implemented_in_c
+from ._options import documented, implemented_in_c
 
 __all__ = ["dropout", "dropout_backward"]
 
@@ -127,6 +127,7 @@ def apply_dropout_mask(x: NDArray[Any], mask: NDArray[np.bool_], p: float) -> No
             x[part][~mask[part]] = 0  # not a product: a dropped NaN or infinity becomes 0 too
 
 
+@documented
 @with_hints
 def dropout_backward(
     grad_out: ArrayLike,
@@ -142,8 +143,6 @@ def dropout_backward(
     ----------
     grad_out : array_like
         Gradient of the result.
-    p : float
-        Probability with which elements were dropped, in [0, 1].
     mask : array_like of bool, optional
         True where an element was kept (``return_mask=True``); broadcasts to grad_out. It must be the mask of the same
         call, and p the same: nothing here tells whether they are.

@@ -111,16 +111,6 @@ def explain(  # type: ignore[empty-body]
         This and every other argument are the same as in `scaled_dot_product_attention`. Nothing is drawn from rng. A
         `TorchGenerator` for dropout and returned weights of float16 or bfloat16 turn the path "split" into "rows",
         which is not shown.
-    key : array_like or Quantized, shape (..., T_k, head_dim)
-        Keys.
-    value : array_like or Quantized, shape (..., T_k, d_v)
-        Values.
-    attn_mask : array_like, optional
-        Boolean (True where the key is visible) or float (added).
-    dropout_p : float
-        Probability that a weight is dropped.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------

@@ -13,7 +13,7 @@ from .._input.arrays import as_array, common_dtype, converted, read_array, refus
 from .._input.contexts import in_default_mode
 from .._input.objects import Quantized, Stored, multiply
 from .._input.types import ComputeDType
-from ._options import implemented_in_c
+from ._options import documented, implemented_in_c
 
 __all__ = [
     "gelu",
@@ -108,10 +108,6 @@ def rms_norm_backward(  # type: ignore[empty-body]
         Gradient of the result.
     x : array_like, shape (..., D)
         The argument of the forward pass, as weight and eps.
-    weight : array_like, shape (D,), optional
-        One factor for each column.
-    eps : float
-        Added to the mean; not negative.
 
     Returns
     -------
@@ -119,16 +115,6 @@ def rms_norm_backward(  # type: ignore[empty-body]
         Has the shape of x, and the dtype that NumPy promotes the three arrays to.
     grad_weight : ndarray or None
         Has the shape of weight and the same dtype; None without a weight.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `rms_norm`, and if grad_out has another shape than x.
-
-    See Also
-    --------
-    rms_norm : The forward pass.
-    cattn.reference.rms_norm_backward : The same in plain NumPy.
 
     Notes
     -----
@@ -236,10 +222,6 @@ def layer_norm_backward(  # type: ignore[empty-body]
         Gradient of the result.
     x : array_like, shape (..., D)
         The argument of the forward pass, as weight and eps.
-    weight : array_like, shape (D,), optional
-        One factor for each column.
-    eps : float
-        Added to the variance; not negative.
 
     Returns
     -------
@@ -249,16 +231,6 @@ def layer_norm_backward(  # type: ignore[empty-body]
         Has the shape of weight and the same dtype; None without a weight.
     grad_bias : ndarray
         Has the shape (D,) and the same dtype: what a bias would get, since the gradients do not depend on it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `layer_norm`, and if grad_out has another shape than x.
-
-    See Also
-    --------
-    layer_norm : The forward pass.
-    cattn.reference.layer_norm_backward : The same in plain NumPy.
 
     Notes
     -----
@@ -364,8 +336,6 @@ def gelu_backward(  # type: ignore[empty-body]
         Gradient of the result, of the shape of x.
     x : array_like
         The argument of the forward pass.
-    approximate : {"none", "tanh"}
-        As in the forward pass.
     out : ndarray, optional
         Takes the result: its shape and dtype, any strides. It may be grad_out or x.
 
@@ -373,16 +343,6 @@ def gelu_backward(  # type: ignore[empty-body]
     -------
     ndarray
         ``grad_out`` times the derivative at x, in the dtype that NumPy promotes both to; it is `out` if that was given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `gelu`, and if grad_out has another shape than x.
-
-    See Also
-    --------
-    gelu : The forward pass.
-    cattn.reference.gelu_backward : The same in plain NumPy.
 
     Examples
     --------
@@ -472,16 +432,6 @@ def silu_backward(  # type: ignore[empty-body]
     -------
     ndarray
         ``grad_out`` times the derivative at x, in the dtype that NumPy promotes both to; it is `out` if that was given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `silu`, and if grad_out has another shape than x.
-
-    See Also
-    --------
-    silu : The forward pass.
-    cattn.reference.silu_backward : The same in plain NumPy.
 
     Examples
     --------
@@ -599,6 +549,7 @@ def linear_backward(
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 
 
+@documented
 @in_default_mode
 def linear_backward(
     grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None, *, compute_dtype: ComputeDType = None
@@ -623,16 +574,6 @@ def linear_backward(
     grad_weight : ndarray, shape (N, K), or None
     grad_bias : ndarray, shape (N,)
         In the dtype that NumPy promotes grad_out, x and weight to.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `linear`, and if grad_out does not have the shape of its result.
-
-    See Also
-    --------
-    linear : The forward pass.
-    cattn.reference.linear_backward : The same in plain NumPy.
 
     Notes
     -----

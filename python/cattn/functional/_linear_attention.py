@@ -13,7 +13,7 @@ from .._input.contexts import in_default_mode
 from .._input.types import Layout, LinearAttentionGradients, LinearAttentionOutput
 from ._derivatives import sum_to
 from ._layers import silu_backward
-from ._options import implemented_in_c
+from ._options import documented, implemented_in_c
 
 __all__ = ["causal_conv", "causal_conv_backward", "linear_attention", "linear_attention_backward"]
 
@@ -176,6 +176,7 @@ def linear_attention(  # type: ignore[empty-body]
     """
 
 
+@documented
 @_quiet
 @in_default_mode
 def linear_attention_backward(
@@ -201,26 +202,8 @@ def linear_attention_backward(
         Gradient of the output.
     query : array_like, shape (..., N_q, T, d_k)
         The argument of the forward pass, as the next ones.
-    key : array_like, shape (..., N_k, T, d_k)
-        Keys.
-    value : array_like, shape (..., N_v, T, d_v)
-        Values.
-    decay : array_like, shape (..., N, T) or (..., N, T, d_k), optional
-        The natural logarithm of the factor of the state.
-    beta : array_like, shape (..., N, T), optional
-        How much of the difference is written.
-    state : array_like, shape (..., N, d_k, d_v), optional
-        The state before the first token.
     grad_state : array_like, shape (..., N, d_k, d_v), optional
         Gradient of the last state; the default is 0.
-    scale : float, optional
-        Factor of the output; the default is ``1 / sqrt(d_k)``.
-    seq_lengths : int or array_like of int, optional
-        The number of valid tokens of each batch entry.
-    cu_seqlens : array_like of int, shape (B + 1,), optional
-        The edges of packed sequences.
-    layout : {"bhtd", "bthd"}
-        The order of heads and tokens.
 
     Returns
     -------
@@ -396,6 +379,7 @@ def causal_conv(  # type: ignore[empty-body]
     """
 
 
+@documented
 @_quiet
 @in_default_mode
 def causal_conv_backward(
@@ -416,14 +400,6 @@ def causal_conv_backward(
         Gradient of the output.
     x : array_like, shape (..., T, C)
         The argument of the forward pass, as the next ones. For padded or packed sequences pass one at a time.
-    weight : array_like, shape (C, K)
-        The factors of the last K tokens.
-    bias : array_like, shape (C,), optional
-        Added to the sum.
-    state : array_like, shape (..., K - 1, C), optional
-        The tokens before the first one.
-    activation : {None, "silu"}
-        A function of the result.
     grad_state : array_like, shape (..., K - 1, C), optional
         Gradient of the last tokens that were returned as state; the default is 0.
 

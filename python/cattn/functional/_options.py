@@ -2,14 +2,15 @@
 
 A function takes them by ``**options: Unpack[...]``, and `implemented_in_c` writes them into its signature and
 documentation: the options of the table in C that are neither refused by `cattn._input.doors` nor parameters of its own.
-Where one means something else, the function's own documentation has another text for it.
+Where one means something else, the function's own documentation has another text for it. `document` also writes what a
+gradient has in common with its forward pass.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from numpy.typing import ArrayLike
@@ -79,8 +80,16 @@ class PackedAttentionOptions(PackedOptions, total=False):
 # All others are None.
 DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "layout": "bhtd", "window_size": (-1, -1)}
 
-# An entry of the section "Other Parameters". Its first line may name several options.
+# Entries of the sections of parameters. The first line of one may name several.
 TEXTS = """
+key : array_like or Quantized, shape (..., T_k, head_dim)
+    Keys.
+value : array_like or Quantized, shape (..., T_k, d_v)
+    Values.
+attn_mask : array_like, optional
+    Boolean (True where the key is visible) or float (added).
+is_causal : bool or {"upper_left", "lower_right"}
+    Which keys a query sees.
 max_seqlen_q, max_seqlen_k : int, optional
     An upper bound of the lengths.
 alignment : {"upper_left", "lower_right"}, optional
@@ -120,8 +129,20 @@ rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.def
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_HEADING = "Other Parameters\n----------------\n"
+_PARAMETERS, _OTHERS = "Parameters\n----------\n", "Other Parameters\n----------------\n"
 _ENTRY = re.compile(r"^(\w+(?:, \w+)*) : .*\n(?:    .*\n?)+", re.MULTILINE)
+_OF_GRADIENT = """\
+Raises
+------
+TypeError, ValueError
+    As for `{0}`, and if grad_out does not have the shape of its result.
+
+See Also
+--------
+{0} : The forward pass.
+cattn.reference.{0}_backward : The same in plain NumPy.
+
+"""
 
 
 def entries(section: str) -> dict[tuple[str, ...], str]:
@@ -134,39 +155,90 @@ def text_of(name: str) -> str:
     return next(entry.partition("\n")[2] for names, entry in entries(TEXTS).items() if name in names).strip()
 
 
-def _document(text: str, options: set[str], table: Sequence[str]) -> str:
-    """Return the documentation with an entry for each option, in the order of the table: its own, or the common one."""
-    before, heading, after = inspect.cleandoc(text).partition(_HEADING)
-    section, _, after = after.partition("\n\n")
-    if not heading:
-        before, raises, after = before.partition("Raises\n------\n")
+_COMMON = entries(TEXTS)
+
+
+def _entries_of(text: str, *headings: str) -> dict[tuple[str, ...], str]:
+    """Return the entries of these sections of a documentation."""
+    sections = (text.partition(heading)[2].partition("\n\n")[0] for heading in headings)
+    return {names: entry for section in sections for names, entry in entries(section).items()}
+
+
+def _names(found: Iterable[tuple[str, ...]]) -> set[str]:
+    return {name for names in found for name in names}
+
+
+def _fill(text: str, heading: str, taken: dict[tuple[str, ...], str], order: Sequence[str]) -> str:
+    """Return the documentation with more entries in a section, in the order of the parameters."""
+    if not taken:
+        return text
+    both = _entries_of(text, heading) | taken
+    section = "\n".join(both[names] for names in sorted(both, key=lambda names: order.index(names[0])))
+    before, found, after = text.partition(heading)
+    if found:
+        after = after.partition("\n\n")[2]
+    else:
+        before, raises, after = text.partition("Raises\n------\n")
         after = raises + after
-    own = entries(section)
-    left = options.difference(*own)
-    own |= {names: entry for names, entry in entries(TEXTS).items() if left.issuperset(names)}
-    in_order = [own[names] for names in sorted(own, key=lambda names: table.index(names[0]))]
-    return "\n".join([f"{before}{_HEADING}{in_order[0]}", *in_order[1:], "", after, ""])
+    return f"{before}{heading}{section}\n\n{after}"
+
+
+def document(
+    function: Callable[..., Any],
+    order: Sequence[str],
+    options: Iterable[str] = (),
+    like: Callable[..., Any] | None = None,
+) -> str | None:
+    """Return the documentation of a function with an entry for each of its parameters, in this order.
+
+    An entry that the function lacks is taken from the documentation of the function `like`, or it is the common one.
+    The other parameters are `options`, and those that are among the other parameters of `like`. For a gradient this is
+    the forward pass, by its name, whose errors it has as well if it does not say what it raises.
+    """
+    if function.__doc__ is None:  # python -OO
+        return None
+    text = inspect.cleandoc(function.__doc__)
+    if like is None and function.__name__.endswith("_backward"):
+        forward = function.__name__.removesuffix("_backward")
+        like = inspect.unwrap(function).__globals__.get(forward)
+        if "Raises\n------\n" not in text:
+            before, heading, after = re.split(r"^((?:Notes|Examples)\n---)", text, maxsplit=1, flags=re.MULTILINE)
+            text = before + _OF_GRADIENT.format(forward) + heading + after
+    of_like = inspect.getdoc(like) or "" if like else ""
+    theirs, others = _entries_of(of_like, _PARAMETERS, _OTHERS), {*options, *_names(_entries_of(of_like, _OTHERS))}
+    known = theirs | {names: entry for names, entry in _COMMON.items() if _names(theirs).isdisjoint(names)}
+    missing = {*order} - _names(_entries_of(text, _PARAMETERS, _OTHERS))
+    for heading, wanted in ((_PARAMETERS, missing - others), (_OTHERS, missing & others)):
+        taken = {names: entry for names, entry in known.items() if wanted.issuperset(names)}
+        text = _fill(text, heading, taken, order)
+    return f"{text}\n"  # the closing quotes stand on a line of their own
+
+
+def documented(function: _F) -> _F:
+    """Complete the documentation of a function that has a body, see `document`."""
+    function.__doc__ = document(function, list(inspect.signature(function).parameters))
+    return function
 
 
 def implemented_in_c(function: _F) -> _F:
     """Return the builtin that takes the place of `function`, whose body is empty.
 
-    The builtin has the name, signature and documentation of `function`. The place of `**options` take the options of
-    attention in the table in C that are no parameters, and that `function` does not refuse. The builtin calls a
-    function of Python only if the arguments do not bind, for the TypeError that Python raises then, with a hint.
+    The builtin has the name, signature and documentation of `function`. `**options` is replaced by the options of the
+    table in C that `function` neither names nor refuses. The builtin calls a function of Python only if the arguments
+    do not bind, for the TypeError that Python raises then, with a hint.
     """
     python: Any = function
-    code, document = python.__code__, python.__doc__
+    code = python.__code__
     given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     positional, keywords = given[: code.co_argcount], list(given[code.co_argcount :])
     defaults = dict(zip(reversed(positional), reversed(python.__defaults__ or ()), strict=False))
     defaults |= python.__kwdefaults__ or {}
+    options: list[str] = []
     if code.co_flags & inspect.CO_VARKEYWORDS:
         table = _cattn._arguments(python.__name__)
         options = [name for name in table if name not in given and why_refused(function, name) is None]
         defaults |= {name: DEFAULTS.get(name) for name in options}
         keywords = sorted([*keywords, *options], key=table.index)
-        document = document and _document(document, set(options), table)
     names = (*positional, *keywords)
     listed = [f"{name}={defaults[name]!r}" if name in defaults else name for name in names]
     if keywords:
@@ -176,5 +248,7 @@ def implemented_in_c(function: _F) -> _F:
     exec(f"def {text}: ...", place)  # a function that Python calls with the errors of this signature
     refusing: Any = with_hints(place[python.__name__])
     in_order = tuple(defaults[name] for name in names if name in defaults)
-    builtin: _F = _cattn._register(refusing, f"{text}\n--\n\n{document}", names, in_order, len(positional))
+    builtin: _F = _cattn._register(
+        refusing, f"{text}\n--\n\n{document(python, names, options)}", names, in_order, len(positional)
+    )
     return builtin

@@ -45,12 +45,6 @@ def attention_statistics(  # type: ignore[empty-body]
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument but the next three keywords are the same as in `attention_weights`.
-    key : array_like or Quantized, shape (..., T_k, head_dim)
-        Keys.
-    attn_mask : array_like, optional
-        Boolean (True where the key is visible) or float (added).
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------

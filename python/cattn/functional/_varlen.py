@@ -163,16 +163,10 @@ def varlen_attention_backward(  # type: ignore[empty-body]
         Gradient of the output.
     query : array_like, shape (total_q, H, head_dim)
         This and every other argument of `varlen_attention` must be the same as in the forward pass.
-    key : array_like or Quantized, shape (total_k, H_kv, head_dim)
-        The keys.
-    value : array_like or Quantized, shape (total_k, H_kv, d_v)
-        The values.
     out : array_like, shape (total_q, H, d_v)
         The output of the forward pass; for halves it may be float32.
     lse : array_like, shape (H, total_q)
         The log-sum-exp of the forward pass (``return_lse=True``, or np.float64 for more exact gradients).
-    cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
-        The edges of the sequences.
 
     Returns
     -------
@@ -181,10 +175,6 @@ def varlen_attention_backward(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees, within its sequence.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
-        The slope of ALiBi, and one extra logit.
     rng : int
         Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
     grad_lse : array_like, shape (H, total_q), optional

@@ -24,6 +24,10 @@ References
 - Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
 
+import inspect
+import re
+
+from .. import functional
 from .._input.names import public_names
 from ._attention import (
     attention_statistics,
@@ -98,3 +102,16 @@ __all__ = [
     "varlen_attention_statistics",
 ]
 __dir__ = public_names(globals())
+
+
+def _add_examples() -> None:
+    """Give the functions without examples those of the functions of `cattn` with their names."""
+    heading = "Examples\n--------\n"
+    for name in __all__:
+        own, theirs = globals()[name], inspect.getdoc(getattr(functional, name, None)) or ""
+        if own.__doc__ and heading in theirs and "Examples\n" not in own.__doc__:
+            theirs = re.sub(r"\bcattn(\.functional\b|(?=\.\w+\())", "cattn.reference", theirs.partition(heading)[2])
+            own.__doc__ = f"{inspect.cleandoc(own.__doc__)}\n\n{heading}{theirs}\n"
+
+
+_add_examples()

@@ -47,13 +47,6 @@ def attention_backward(
     summed over the axes along which its argument was broadcast. Options are the same as in the forward pass, and `out`
     and `lse` are its results; they are not checked, so `merged` changes nothing. Hidden pairs have no influence, even
     if they are NaN.
-
-    Examples
-    --------
-    >>> x = np.eye(2)
-    >>> attention_backward(x, x, x, x, out=0.5 * np.ones((2, 2)), lse=np.log([2.0, 2.0]), scale=0.0).value
-    array([[0.5, 0.5],
-           [0.5, 0.5]])
     """
     p, layout = probability(dropout_p, "dropout_p"), options.get("layout", "bhtd")
     inputs = (query, key, value)
@@ -114,14 +107,7 @@ def varlen_attention_backward(
     grad_lse: ArrayLike | None = None,
     **options: Any,
 ) -> AttentionGradients:
-    """Return the gradients of `varlen_attention`, computed on the sequences padded to a batch with lengths.
-
-    Examples
-    --------
-    >>> x, lse = np.ones((3, 1, 1)), np.log([[2.0, 2.0, 1.0]])
-    >>> varlen_attention_backward(x, x, x, x, x, lse, [0, 2, 3], [0, 2, 3], scale=0.0).value[:, 0, 0]
-    array([1., 1., 1.])
-    """
+    """Return the gradients of `varlen_attention`, computed on the sequences padded to a batch with lengths."""
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
 
     def pad_lse(rows: ArrayLike) -> Floats:  # (H, total)
@@ -146,11 +132,6 @@ def softmax_backward(
     """Return the gradient of the scores, given the gradient of their softmax: ``scale * P * (dP - sum(P * dP))``.
 
     The formula holds for `masked_softmax`, too. Elements of weight 0 have no influence.
-
-    Examples
-    --------
-    >>> softmax_backward([1.0, 3.0, np.nan], [0.5, 0.5, 0.0])
-    array([-0.5,  0.5,  0. ])
     """
     P, dP = numbers(weights, "weights"), numbers(grad_out, "grad_out")
     total = np.where(P == 0, 0.0, P * dP).sum(axis=axis, keepdims=True)
@@ -169,11 +150,6 @@ def dropout_backward(
     """Return the gradient of the input of `dropout`, given the gradient of its output.
 
     `mask` is True for kept elements, or `rng` is the seed that draws the mask again.
-
-    Examples
-    --------
-    >>> dropout_backward([1.0, 2.0], 0.5, mask=[True, False])
-    array([2., 0.])
     """
     if mask is None:
         result = dropout(grad_out, p, rng=rng)
@@ -326,13 +302,6 @@ def attention_jvp(
 
     where the first term of S' is multiplied by the derivative of the softcap, and a sink is one more term of mu.
     Hidden pairs have no influence, even if they are NaN.
-
-    Examples
-    --------
-    >>> x = np.eye(2)
-    >>> attention_jvp(x, x, x, value_tangent=[[1.0, 0.0], [0.0, 0.0]], scale=0.0).out_tangent
-    array([[0.5, 0. ],
-           [0.5, 0. ]])
     """
     at = _linearize(
         (query, key, value), (query_tangent, key_tangent, value_tangent), attn_mask, dropout_p, is_causal, sinks, rng,
@@ -392,15 +361,6 @@ def attention_jvp_backward(
         dV = (P * Z * (S' - mu)).T @ dO'
 
     where softcap multiplies dS' by its derivative, and adds its second derivative to the first term of dQ and dK.
-
-    Examples
-    --------
-    >>> x = np.eye(2)
-    >>> results = attention_jvp(x, x, x, x, scale=1.0, return_lse=True)
-    >>> out, out_tangent, lse, lse_tangent = results
-    >>> attention_jvp_backward(x, x, x, x, out, lse, out_tangent, lse_tangent, x, scale=1.0).value.round(3)
-    array([[ 0.197, -0.197],
-           [-0.197,  0.197]])
     """
     inputs = (query, key, value)
     at = _linearize(

@@ -73,12 +73,6 @@ def dropout(
     The factor preserves the expected value of each element, so that no correction is needed after training:
     ``training=False`` returns a copy. `rng` is a 64-bit seed, or None for a random one. With ``return_mask=True`` the
     result is a pair of the output and the mask, True where the element is kept.
-
-    Examples
-    --------
-    >>> dropped, kept = dropout(np.ones(8), 0.5, rng=7, return_mask=True)
-    >>> bool(np.all(dropped == 2.0 * kept))
-    True
     """
     x = numbers(x, "x")
     p = probability(p, "p") if training else 0.0

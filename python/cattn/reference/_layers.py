@@ -20,13 +20,7 @@ def _rows(x: Floats) -> Floats:
 
 @quiet
 def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6, *, out: Floats | None = None) -> Floats:
-    """Return ``x / sqrt(mean(x**2) + eps) * weight`` over the last axis.
-
-    Examples
-    --------
-    >>> rms_norm([3.0, 4.0]).round(3)
-    array([0.849, 1.131])
-    """
+    """Return ``x / sqrt(mean(x**2) + eps) * weight`` over the last axis."""
     given = numbers(x, "x")
     normed = given / np.sqrt((given * given).mean(axis=-1, keepdims=True) + eps)
     return deliver(normed if weight is None else normed * numbers(weight, "weight"), out)
@@ -36,14 +30,7 @@ def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6, *
 def rms_norm_backward(
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6
 ) -> tuple[Floats, Floats | None]:
-    """Return the gradients of `x` and `weight`, given the gradient of the result of `rms_norm`.
-
-    Examples
-    --------
-    >>> grad_x, grad_weight = rms_norm_backward([1.0, 0.0], [3.0, 4.0], [1.0, 2.0])
-    >>> grad_x.round(3), grad_weight.round(3)
-    (array([ 0.181, -0.136]), array([0.849, 0.   ]))
-    """
+    """Return the gradients of `x` and `weight`, given the gradient of the result of `rms_norm`."""
     grad, given = numbers(grad_out, "grad_out"), numbers(x, "x")
     factor = 1 / np.sqrt((given * given).mean(axis=-1, keepdims=True) + eps)
     normed = given * factor
@@ -62,13 +49,7 @@ def layer_norm(
     *,
     out: Floats | None = None,
 ) -> Floats:
-    """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, with mean and variance over the last axis.
-
-    Examples
-    --------
-    >>> layer_norm([1.0, 2.0, 3.0], bias=[0.0, 1.0, 0.0]).round(3)
-    array([-1.225,  1.   ,  1.225])
-    """
+    """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, with mean and variance over the last axis."""
     given = numbers(x, "x")
     centred = given - given.mean(axis=-1, keepdims=True)
     normed = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
@@ -80,14 +61,7 @@ def layer_norm(
 def layer_norm_backward(
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-5
 ) -> tuple[Floats, Floats | None, Floats]:
-    """Return the gradients of `x`, `weight` and a bias, given the gradient of the result of `layer_norm`.
-
-    Examples
-    --------
-    >>> grad_x, grad_weight, grad_bias = layer_norm_backward([1.0, 0.0, 0.0], [1.0, 2.0, 4.0], [1.0, 2.0, 1.0])
-    >>> grad_x.round(3), grad_weight.round(3), grad_bias
-    (array([ 0.229, -0.344,  0.115]), array([-1.069,  0.   ,  0.   ]), array([1., 0., 0.]))
-    """
+    """Return the gradients of `x`, `weight` and a bias, given the gradient of the result of `layer_norm`."""
     grad, given = numbers(grad_out, "grad_out"), numbers(x, "x")
     centred = given - given.mean(axis=-1, keepdims=True)
     factor = 1 / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
@@ -140,15 +114,7 @@ def _is_tanh(approximate: str) -> bool:
 
 @quiet
 def gelu(x: ArrayLike, approximate: Approximation = "none", *, out: Floats | None = None) -> Floats:
-    """Return x times the probability that a normal number is below x, or its approximation by a tanh.
-
-    Examples
-    --------
-    >>> gelu([-1.0, 0.0, 1.0]).round(4)
-    array([-0.1587,  0.    ,  0.8413])
-    >>> gelu([-1.0, 0.0, 1.0], "tanh").round(4)
-    array([-0.1588,  0.    ,  0.8412])
-    """
+    """Return x times the probability that a normal number is below x, or its approximation by a tanh."""
     given = _inside(x)
     probability = _logistic(_cubic(given)) if _is_tanh(approximate) else _normal(given)
     return deliver(np.asarray(given * probability), out)
@@ -158,13 +124,7 @@ def gelu(x: ArrayLike, approximate: Approximation = "none", *, out: Floats | Non
 def gelu_backward(
     grad_out: ArrayLike, x: ArrayLike, approximate: Approximation = "none", *, out: Floats | None = None
 ) -> Floats:
-    """Return the gradient of `x`, given the gradient of the result of `gelu`.
-
-    Examples
-    --------
-    >>> gelu_backward([1.0, 1.0, 1.0], [-1.0, 0.0, 1.0]).round(4)
-    array([-0.0833,  0.5   ,  1.0833])
-    """
+    """Return the gradient of `x`, given the gradient of the result of `gelu`."""
     given = np.minimum(_inside(x), 1000.0)
     if _is_tanh(approximate):
         rate = 2 * math.sqrt(2 / math.pi) * (given + 3 * 0.044715 * given**3)
@@ -176,26 +136,14 @@ def gelu_backward(
 
 @quiet
 def silu(x: ArrayLike, *, out: Floats | None = None) -> Floats:
-    """Return ``x / (1 + exp(-x))``.
-
-    Examples
-    --------
-    >>> silu([-1.0, 0.0, 1.0]).round(4)
-    array([-0.2689,  0.    ,  0.7311])
-    """
+    """Return ``x / (1 + exp(-x))``."""
     given = _inside(x)
     return deliver(np.asarray(given * _logistic(given)), out)
 
 
 @quiet
 def silu_backward(grad_out: ArrayLike, x: ArrayLike, *, out: Floats | None = None) -> Floats:
-    """Return the gradient of `x`, given the gradient of the result of `silu`.
-
-    Examples
-    --------
-    >>> silu_backward([1.0, 1.0, 1.0], [-1.0, 0.0, 1.0]).round(4)
-    array([0.0723, 0.5   , 0.9277])
-    """
+    """Return the gradient of `x`, given the gradient of the result of `silu`."""
     given = np.minimum(_inside(x), 1000.0)
     return deliver(numbers(grad_out, "grad_out") * _product_slope(given, given), out)
 
@@ -227,12 +175,6 @@ def linear_backward(
     """Return the gradients of `x`, `weight` and bias, given the gradient of the result of `linear`.
 
     With `compute_dtype` "bfloat16" they are the gradients at the rounded x and weight.
-
-    Examples
-    --------
-    >>> grad_x, grad_weight, grad_bias = linear_backward([[1.0, 0.0]], [[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]])
-    >>> grad_x, grad_bias
-    (array([[3., 4.]]), array([1., 0.]))
     """
     grad = numbers(grad_out, "grad_out")
     rows = _rows(grad)
@@ -348,12 +290,6 @@ def rope(
     A pair is column i and column i + rotary_dim/2 or, if `interleaved`, columns 2i and 2i + 1. `positions` is (T,), or
     has leading axes of `x`, with or without the heads. `rope_frequencies` explains `scaling`. `inverse` rotates by the
     negative angles, which gives the gradient.
-
-    Examples
-    --------
-    >>> rope(np.ones((2, 2))).round(3)
-    array([[ 1.   ,  1.   ],
-           [-0.301,  1.382]])
     """
     given = numbers(x, "x")
     n = given.shape[-1] if rotary_dim is None else rotary_dim

@@ -137,13 +137,6 @@ def linear_attention(
         u = beta * (value - S.T @ key), or value without beta
         S = S + outer(key, u)
         out = scale * S.T @ query
-
-    Examples
-    --------
-    >>> x = np.array([[1.0, 0.0], [1.0, 1.0]])
-    >>> linear_attention(x, x, x, scale=1.0)
-    array([[1., 0.],
-           [3., 2.]])
     """
     arrays = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta, "state": state}
     call = _Call(arrays, layout, cu_seqlens, seq_lengths)
@@ -197,15 +190,7 @@ def linear_attention_backward(
     cu_seqlens: ArrayLike | None = None,
     layout: Layout = "bhtd",
 ) -> LinearAttentionGradients:
-    """Return the gradients of `linear_attention`, from the last token to the first.
-
-    Examples
-    --------
-    >>> x = np.eye(2)
-    >>> linear_attention_backward(x, x, x, x, scale=1.0).value
-    array([[1., 0.],
-           [0., 1.]])
-    """
+    """Return the gradients of `linear_attention`, from the last token to the first."""
     given = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta, "state": state}
     call = _Call({**given, "grad_state": None}, layout, cu_seqlens, seq_lengths)
     # the gradient of the result has the axes of the result
@@ -270,15 +255,7 @@ def causal_conv(
     state_out: Floats | None = None,
     out: Floats | None = None,
 ) -> Any:
-    """Return for each channel the sum over the last K tokens of ``weight * x``, plus bias; x is (..., T, C).
-
-    Examples
-    --------
-    >>> causal_conv([[1.0], [2.0], [3.0]], [[10.0, 1.0]])
-    array([[ 1.],
-           [12.],
-           [23.]])
-    """
+    """Return for each channel the sum over the last K tokens of ``weight * x``, plus bias; x is (..., T, C)."""
     given, filters = numbers(x, "x"), numbers(weight, "weight")
     shift = np.zeros(len(filters)) if bias is None else numbers(bias, "bias")
     before = filters.shape[-1] - 1
@@ -317,14 +294,7 @@ def causal_conv_backward(
     activation: Literal["silu"] | None = None,
     grad_state: ArrayLike | None = None,
 ) -> Any:
-    """Return the gradients of x, weight, bias (or None) and state (or None), given the gradients of the results.
-
-    Examples
-    --------
-    >>> causal_conv_backward([[1.0], [1.0]], [[1.0], [2.0]], [[10.0, 1.0]])[0]
-    array([[11.],
-           [ 1.]])
-    """
+    """Return the gradients of x, weight, bias (or None) and state (or None), given the gradients of the results."""
     given, filters, grad = numbers(x, "x"), numbers(weight, "weight"), numbers(grad_out, "grad_out")
     width, tokens = filters.shape[-1], given.shape[-2]
     if activation == "silu":
