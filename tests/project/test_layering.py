@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cattn import _cattn
 from support import ROOT
 
 CSRC = ROOT / "csrc"
@@ -177,6 +178,28 @@ def test_modules_of_the_package_form_no_circle() -> None:
     graph = python_modules()
     assert "cattn._cattn" in graph["cattn.random"]
     assert circle(graph) == []
+
+
+# ---- lists of options ------------------------------------------------------------------------------------------------
+def words(node: ast.AST) -> list[object]:
+    """Return the names that a signature, a call, a class of types or a literal lists."""
+    if isinstance(node, ast.arguments):
+        return [argument.arg for argument in (*node.posonlyargs, *node.args, *node.kwonlyargs)]
+    if isinstance(node, ast.Call):
+        return [keyword.arg for keyword in node.keywords]
+    if isinstance(node, ast.ClassDef):
+        return [getattr(field.target, "id", None) for field in node.body if isinstance(field, ast.AnnAssign)]
+    listed = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+    return [getattr(each, "value", getattr(each, "id", None)) for each in listed]
+
+
+def test_the_options_of_attention_are_listed_in_few_places() -> None:
+    """A function takes them by `**options: Unpack[...]`; a new option must not need a word in each."""
+    options = {*_cattn._arguments("scaled_dot_product_attention"), *_cattn._arguments("varlen_attention")}
+    options -= {"query", "key", "value", "out"}
+    nodes = [node for path in FILES if path.suffix == ".py" and path.is_relative_to(ROOT / "python")
+             for node in ast.walk(ast.parse(path.read_text("utf-8")))]  # fmt: skip
+    assert sum(len(options.intersection(filter(None, words(node)))) >= 6 for node in nodes) <= 15
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------

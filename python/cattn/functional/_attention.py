@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.objects import Stored
 from .._input.types import Alignment, AttentionOutput, LseDType, Stage
-from ._options import AttentionOptions, implemented_in_c
+from ._options import AttentionOptions, ExtraOptions, implemented_in_c
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -39,10 +39,6 @@ class _WithLse(AttentionOptions, total=False):
 class _WithDropoutMask(AttentionOptions, total=False):
     return_weights: bool
     return_lse: bool | LseDType
-
-
-class _Extras(_WithDropoutMask, total=False):
-    return_dropout_mask: bool
 
 
 @overload
@@ -106,7 +102,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     out: AttentionOutput,
-    **options: Unpack[_Extras],
+    **options: Unpack[ExtraOptions],
 ) -> AttentionOutput: ...
 @overload
 def scaled_dot_product_attention(
@@ -118,7 +114,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[_Extras],
+    **options: Unpack[ExtraOptions],
 ) -> Any: ...
 @implemented_in_c
 def scaled_dot_product_attention(
@@ -129,11 +125,8 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
     *,
-    return_weights: bool = False,
-    return_lse: bool | LseDType = False,
-    return_dropout_mask: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[ExtraOptions],
 ) -> Any:
     r"""Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
 
@@ -386,7 +379,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     out: AttentionOutput,
-    **options: Unpack[_Extras],
+    **options: Unpack[ExtraOptions],
 ) -> AttentionOutput: ...
 @overload
 def causal_attention(
@@ -397,7 +390,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[_Extras],
+    **options: Unpack[ExtraOptions],
 ) -> Any: ...
 @implemented_in_c
 def causal_attention(
@@ -407,11 +400,8 @@ def causal_attention(
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     *,
-    return_weights: bool = False,
-    return_lse: bool | LseDType = False,
-    return_dropout_mask: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[ExtraOptions],
 ) -> Any:
     """Return attention where no query sees a later key.
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .._input.objects import Stored
-from .._input.types import Alignment, LseDType, html_table
-from ._options import AttentionOptions, implemented_in_c
+from .._input.types import Alignment, html_table
+from ._options import ExtraOptions, implemented_in_c
 
 __all__ = ["Explanation", "explain"]
 
@@ -94,11 +94,7 @@ def explain(  # type: ignore[empty-body]
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    *,
-    return_weights: bool = False,
-    return_lse: bool | LseDType = False,
-    return_dropout_mask: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[ExtraOptions],
 ) -> Explanation:
     """Describe what `scaled_dot_product_attention` would return, and how it would compute it, without computing it.
 

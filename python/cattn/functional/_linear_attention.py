@@ -63,16 +63,8 @@ def linear_attention(  # type: ignore[empty-body]
     key: ArrayLike,
     value: ArrayLike,
     *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    state: ArrayLike | None = None,
-    scale: float | None = None,
-    seq_lengths: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    layout: Layout = "bhtd",
     return_state: bool = False,
-    state_out: NDArray[Any] | None = None,
-    out: NDArray[Any] | None = None,
+    **options: Unpack[_LinearOptions],
 ) -> NDArray[Any] | LinearAttentionOutput:
     r"""Return linear attention: each head has a state instead of the keys and values of earlier tokens.
 
@@ -302,13 +294,8 @@ def causal_conv(  # type: ignore[empty-body]
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    state: ArrayLike | None = None,
-    activation: Literal["silu"] | None = None,
-    seq_lengths: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
     return_state: bool = False,
-    state_out: NDArray[Any] | None = None,
-    out: NDArray[Any] | None = None,
+    **options: Unpack[_ConvOptions],
 ) -> NDArray[Any] | LinearAttentionOutput:
     r"""Return a short convolution of each channel over the tokens up to its own, as models have it before their state.
 

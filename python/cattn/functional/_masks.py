@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,7 +14,7 @@ from .._input.names import with_hints
 from .._input.types import Alignment, Text, Window
 from ._attention import attention_weights
 from ._explain import explain
-from ._options import implemented_in_c
+from ._options import RangeOptions, documented, implemented_in_c, spelled_out
 
 GRID = 64  # masks with more keys are written as ranges
 MOST_ROWS = 64  # the largest number of queries of one mask that are written
@@ -164,21 +164,23 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     return np.concatenate([powers(below), powers(2 * below)[::2][: num_heads - below]])
 
 
-_OF_THE_BATCH = ("query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts")
+_OF_THE_BATCH = tuple(RangeOptions.__annotations__)
+
+
+class _MaskOptions(RangeOptions, total=False):
+    window_size: Window
 
 
 @with_hints
+@documented
+@spelled_out()
 def show_mask(
     T_q: int,
     T_k: int | None = None,
     *,
     attn_mask: ArrayLike | None = None,
     is_causal: Alignment = False,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
+    **options: Unpack[_MaskOptions],
 ) -> str:
     """Describe as text which keys each query sees under the masks of `scaled_dot_product_attention`.
 
@@ -190,16 +192,6 @@ def show_mask(
         Number of keys. Default T_q.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (-inf hides).
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
 
     Returns
     -------
@@ -227,18 +219,18 @@ def show_mask(
     query 1  .xxx.
     query 2  ..xxx
     """
-    options: dict[str, Any] = {name: x for name, x in locals().items() if name not in ("T_q", "T_k")}
+    given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, **options}
     T_q, T_k = as_size(T_q, "T_q", 0), as_size(T_q if T_k is None else T_k, "T_k", 0)
-    batches = {name: shape_of(options[name], name) for name in _OF_THE_BATCH}
+    batches = {name: shape_of(given[name], name) for name in _OF_THE_BATCH}
     batch_dims = _batch_dims(shape_of(attn_mask, "attn_mask")[:-2], **batches)
     if len(batch_dims) > MOST_DIMS - 2:
         names = "attn_mask, query_offset, query_seq_lengths, key_value_seq_lengths and key_value_seq_starts"
         raise ValueError(f"{names} broadcast to {len(batch_dims)} leading dimensions, more than {MOST_DIMS - 2}")
     query, key = (np.broadcast_to(np.zeros(1, np.float32), (*batch_dims, T, 1)) for T in (T_q, T_k))
     if T_q > MOST_ROWS:  # the matrix of all queries may be too large
-        explain(query, key, key, **options)  # checks the arguments
-        query, options = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, options)
-    visible = ~np.isneginf(attention_weights(query, key, **options, stage="mask"))
+        explain(query, key, key, **given)  # checks the arguments
+        query, given = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, given)
+    visible = ~np.isneginf(attention_weights(query, key, **given, stage="mask"))
     if not batch_dims:
         return Text(_show(visible, T_q))
     blocks = (f"{list(index)}:\n{_show(visible[index], T_q)}" for index in np.ndindex(*batch_dims))

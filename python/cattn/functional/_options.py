@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 from numpy.typing import ArrayLike
 
 from .. import _cattn
-from .._input.doors import why_refused
+from .._input.doors import DOORS
 from .._input.names import with_hints
 from .._input.objects import BlockMask
-from .._input.types import RNG, ComputeDType, Layout, Window
+from .._input.types import RNG, ComputeDType, Layout, LseDType, Window
 
 Corner: TypeAlias = Literal["upper_left", "lower_right"]
 
@@ -34,16 +34,21 @@ class ScoreOptions(TypedDict, total=False):
     sinks: ArrayLike | None
 
 
-class DenseOptions(ScoreOptions, total=False):
+class RangeOptions(TypedDict, total=False):
+    """Options of each entry of a batch: the positions of its queries, and its valid tokens."""
+
+    query_offset: ArrayLike | None
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    key_value_seq_starts: ArrayLike | None
+
+
+class DenseOptions(ScoreOptions, RangeOptions, total=False):
     """Options of functions whose sequences are entries of a batch."""
 
     enable_gqa: bool | None
     layout: Layout
     bias: ArrayLike | None
-    query_offset: ArrayLike | None
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    key_value_seq_starts: ArrayLike | None
     block_mask: BlockMask | None
 
 
@@ -53,6 +58,14 @@ class AttentionOptions(DenseOptions, total=False):
     key_indices: ArrayLike | None
     compute_dtype: ComputeDType
     rng: RNG
+
+
+class ExtraOptions(AttentionOptions, total=False):
+    """Options of a forward pass, with what else it returns."""
+
+    return_weights: bool
+    return_lse: bool | LseDType
+    return_dropout_mask: bool
 
 
 class TangentOptions(DenseOptions, total=False):
@@ -79,6 +92,7 @@ class PackedAttentionOptions(PackedOptions, total=False):
 
 # All others are None.
 DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "layout": "bhtd", "window_size": (-1, -1)}
+DEFAULTS |= dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), False)
 
 # Entries of the sections of parameters. The first line of one may name several.
 TEXTS = """
@@ -188,12 +202,14 @@ def document(
     order: Sequence[str],
     options: Iterable[str] = (),
     like: Callable[..., Any] | None = None,
+    words: str = "array_like",
 ) -> str | None:
     """Return the documentation of a function with an entry for each of its parameters, in this order.
 
     An entry that the function lacks is taken from the documentation of the function `like`, or it is the common one.
     The other parameters are `options`, and those that are among the other parameters of `like`. For a gradient this is
-    the forward pass, by its name, whose errors it has as well if it does not say what it raises.
+    the forward pass, by its name, whose errors it has as well if it does not say what it raises. What is taken has the
+    words in the place of "array_like".
     """
     if function.__doc__ is None:  # python -OO
         return None
@@ -209,15 +225,54 @@ def document(
     known = theirs | {names: entry for names, entry in _COMMON.items() if _names(theirs).isdisjoint(names)}
     missing = {*order} - _names(_entries_of(text, _PARAMETERS, _OTHERS))
     for heading, wanted in ((_PARAMETERS, missing - others), (_OTHERS, missing & others)):
-        taken = {names: entry for names, entry in known.items() if wanted.issuperset(names)}
+        taken = {n: entry.replace("array_like", words) for n, entry in known.items() if wanted.issuperset(n)}
         text = _fill(text, heading, taken, order)
     return f"{text}\n"  # the closing quotes stand on a line of their own
 
 
-def documented(function: _F) -> _F:
-    """Complete the documentation of a function that has a body, see `document`."""
-    function.__doc__ = document(function, list(inspect.signature(function).parameters))
+def documented(function: _F, like: Callable[..., Any] | None = None, words: str = "array_like") -> _F:
+    """Complete the documentation of a function that has a body, see `document`.
+
+    Keyword-only parameters are among the other ones if there is a section for them.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    has_others = _OTHERS in inspect.cleandoc(function.__doc__ or "")
+    others = [each.name for each in parameters if has_others and each.kind == each.KEYWORD_ONLY]
+    function.__doc__ = document(function, [each.name for each in parameters], others, like, words)
     return function
+
+
+# The names of all options, in order.
+TABLE = _cattn._arguments("scaled_dot_product_attention")
+
+
+def spelled_out(*, order: Sequence[str] = TABLE, **defaults: Any) -> Callable[[_F], _F]:
+    """Return a decorator that makes keyword-only parameters of the names in a function's ``**options: Unpack[...]``.
+
+    The function gets all of them in each call. They have this order, and these defaults beside the common ones.
+    """
+
+    def decorate(function: _F) -> _F:
+        python, scope = inspect.signature(function), inspect.unwrap(function).__globals__
+        *named, rest = python.parameters.values()
+        types = scope[rest.annotation.removeprefix("Unpack[").removesuffix("]")].__annotations__
+        for name, kind in types.items():
+            default, annotation = (DEFAULTS | defaults).get(name), kind.__forward_arg__
+            named.append(inspect.Parameter(name, rest.KEYWORD_ONLY, default=default, annotation=annotation))
+        place_of = {name: place for place, name in enumerate(order)}
+        named.sort(key=lambda x: (x.kind, x.kind == x.KEYWORD_ONLY and place_of.get(x.name, len(order))))
+        plain = python.replace(parameters=[x.replace(annotation=x.empty) for x in named], return_annotation=rest.empty)
+        passed = ", ".join(f"{x.name}={x.name}" if x.kind == x.KEYWORD_ONLY else x.name for x in named)
+        text = f"def make(function):\n def {function.__name__}{plain}: return function({passed})\n return "
+        makers: dict[str, Any] = {}
+        exec(text + function.__name__, scope, makers)
+        made: Any = makers["make"](function)
+        made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
+        made.__annotations__ = {x.name: x.annotation for x in named} | {"return": python.return_annotation}
+        result: _F = made
+        return result
+
+    return decorate
 
 
 def implemented_in_c(function: _F) -> _F:
@@ -236,7 +291,8 @@ def implemented_in_c(function: _F) -> _F:
     options: list[str] = []
     if code.co_flags & inspect.CO_VARKEYWORDS:
         table = _cattn._arguments(python.__name__)
-        options = [name for name in table if name not in given and why_refused(function, name) is None]
+        refused = DOORS[python.__name__].refused if python.__name__ in DOORS else {}
+        options = [name for name in table if name not in (*given, *refused)]
         defaults |= {name: DEFAULTS.get(name) for name in options}
         keywords = sorted([*keywords, *options], key=table.index)
     names = (*positional, *keywords)

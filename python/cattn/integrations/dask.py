@@ -33,6 +33,7 @@ from cattn._input.objects import (
     split_scale,
 )
 from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, LinearAttentionOutput, Window
+from cattn.functional._options import documented, spelled_out
 from cattn.random import draw_seed
 
 try:
@@ -225,10 +226,11 @@ def _chunk_seed(seed: int, starts: Sequence[int]) -> int:
 
 
 class _Options(TypedDict, total=False):
-    """The keyword-only options besides return_lse."""
+    """The keyword-only options besides what is returned, with those that are refused."""
 
     scale: float | None
     enable_gqa: bool | None
+    layout: Literal["bhtd"]
     bias: Any
     query_offset: ArrayLike | None
     query_seq_lengths: ArrayLike | None
@@ -239,12 +241,26 @@ class _Options(TypedDict, total=False):
     alibi_slopes: Any
     sinks: Any
     block_mask: BlockMask | tuple[Any, int] | None
+    key_indices: None
     compute_dtype: ComputeDType
     rng: RNG
-    return_weights: Literal[False]
-    return_dropout_mask: Literal[False]
     out: None
     num_threads: int
+
+
+class _WithLse(_Options, total=False):
+    return_weights: Literal[False]
+    return_dropout_mask: Literal[False]
+
+
+class _Plain(_WithLse, total=False):
+    return_lse: Literal[False]
+
+
+class _Extras(_Options, total=False):
+    return_weights: bool
+    return_lse: bool
+    return_dropout_mask: bool
 
 
 @overload
@@ -255,9 +271,7 @@ def attention(
     attn_mask: Any = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_Plain],
 ) -> dask.array.Array: ...
 @overload
 def attention(
@@ -269,9 +283,11 @@ def attention(
     is_causal: Alignment = ...,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_WithLse],
 ) -> AttentionOutput: ...
 @with_hints
+@documented
+@spelled_out(num_threads=1)
 def attention(
     query: Any,
     key: Any,
@@ -279,28 +295,7 @@ def attention(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Literal["bhtd"] = "bhtd",
-    bias: Any = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    block_mask: BlockMask | tuple[Any, int] | None = None,
-    key_indices: None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    return_dropout_mask: bool = False,
-    out: None = None,
-    num_threads: int = 1,
+    **options: Unpack[_Extras],
 ) -> Any:
     """Compute `cattn.scaled_dot_product_attention` of dask arrays, lazily, in one task for each visible pair of chunks.
 
@@ -315,10 +310,6 @@ def attention(
         Values.
     attn_mask : dask.array.Array or array_like, optional
         Boolean (True where the key is visible) or float (added). Broadcasts to (..., T_q, T_k).
-    dropout_p : float
-        Probability that a weight is dropped.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees.
 
     Returns
     -------
@@ -327,8 +318,6 @@ def attention(
 
     Other Parameters
     ----------------
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them, True also makes axis -3 of three-dimensional arrays the heads.
     layout : {"bhtd"}
@@ -340,10 +329,6 @@ def attention(
         cannot be dask arrays.
     key_value_seq_starts : int or array_like of int, optional
         Index of the first valid key: padding on the left. No dask array either.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes, sinks : dask.array.Array or array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
     block_mask : BlockMask or (dask.array.Array of bool, int), optional
@@ -407,9 +392,10 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    given: dict[str, Any] = dict(locals())
-    del given["num_threads"], given["return_lse"]
-    given["layout"] = layout != "bhtd"
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    given |= {"dropout_p": dropout_p, "is_causal": is_causal, **options}
+    num_threads, return_lse = given.pop("num_threads"), given.pop("return_lse")
+    given["layout"] = given["layout"] != "bhtd"
     for name, reason in DOORS["dask"].refused.items():
         if (unavailable := given.pop(name)) is not None and unavailable is not False:
             raise NotImplementedError(f"{name} is not available for dask arrays: {reason}")
@@ -421,7 +407,7 @@ def attention(
     arrays: dict[str, Any] = {"query": _as_dask(query, "query")}
     for name, stored in (("key", key), ("value", value)):
         arrays[name], arrays[f"{name}_scale"] = _read_stored(stored, name)
-    blocks, size = split_blocks(block_mask)
+    blocks, size = split_blocks(given["block_mask"])
     blocks = blocks if blocks is None else _as_dask(blocks, "block_mask")
     for name in _MASKS_AND_HEADS:
         arrays[name] = None if given[name] is None else _as_dask(given[name], name)
@@ -441,6 +427,7 @@ def attention(
         arrays["attn_mask"] = add_blocks(
             arrays["attn_mask"], blocks, operator.index(size), arrays["query"], arrays["key"]
         )
+    rng, enable_gqa = given["rng"], given["enable_gqa"]
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
@@ -660,6 +647,7 @@ def add_blocks(attn_mask: Any, block_mask: Any, size: int, query: Any, key: Any)
 
 # ---- linear attention ------------------------------------------------------------------------------------------------
 @with_hints
+@functools.partial(documented, like=cattn.linear_attention)
 def linear_attention(
     query: Any,
     key: Any,
@@ -681,12 +669,8 @@ def linear_attention(
         As for `cattn.linear_attention`. All tokens must be in one chunk, because a state needs them in order.
     decay, beta, state : dask.array.Array or array_like, optional
         As for `cattn.linear_attention`.
-    scale : float, optional
-        Default 1 / sqrt(d_k).
     seq_lengths : int or array_like of int, optional
         The number of valid tokens of each batch entry; no dask array.
-    return_state : bool
-        Also return the state after the last token.
     num_threads : int
         Number of cattn's threads in each task.
 

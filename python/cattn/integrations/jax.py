@@ -6,7 +6,7 @@ XLA calls cattn's C code directly, as foreign functions: see _jax_derivatives.py
 from __future__ import annotations
 
 import operator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from cattn import _cattn
 from cattn._input.arrays import check_tensors
 from cattn._input.names import public_names, with_hints
 from cattn._input.objects import BlockMask, Quantized, scale_error, split_blocks, split_scale
+from cattn.functional._options import documented, spelled_out
 
 try:
     import jax
@@ -58,7 +59,7 @@ def _read_options(inputs: Arrays, given: dict[str, Any], return_residual: Any) -
     """Return the options of a call, whose numbers have their names in the table."""
     is_causal, block_size = given["is_causal"], given["block_size"]
     static = {"return_residual": return_residual, "block_mask.size": block_size}
-    check_static(**static, **{name: x for name, x in given.items() if name not in ("window_size", "block_size")})
+    check_static(**static, **{name: given[name] for name, kind in _NUMBERS.items() if kind not in ("WINDOW", "COUNT")})
     if not isinstance(return_residual, (bool, np.bool_)):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     if not isinstance(is_causal, (bool, np.bool_)) and is_causal not in _CORNERS:
@@ -90,28 +91,30 @@ def _write_number(name: str, kind: str, number: Any) -> list[tuple[str, float | 
     return [(name, float(number or 0.0))]
 
 
+class _Options(TypedDict, total=False):
+    """Up to return_residual those of ``jax.nn.dot_product_attention``."""
+
+    scale: float | None
+    is_causal: bool | str
+    query_seq_lengths: Any
+    key_value_seq_lengths: Any
+    local_window_size: int | tuple[int | None, int | None] | None
+    return_residual: bool
+    query_offset: Any
+    key_value_seq_starts: Any
+    softcap: float | None
+    alibi_slopes: Any
+    sinks: Any
+    block_mask: Any
+    dropout_p: float
+    dropout_key: Any
+
+
 @with_hints
+@documented
+@spelled_out(order=(), is_causal=False, return_residual=False)
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool | str = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    return_residual: bool = False,
-    query_offset: Any = None,
-    key_value_seq_starts: Any = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    block_mask: Any = None,
-    dropout_p: float = 0.0,
-    dropout_key: Any = None,
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Unpack[_Options]
 ) -> Any:
     """Compute attention of JAX's arrays on the CPU, with the arguments of ``jax.nn.dot_product_attention``.
 
@@ -165,8 +168,6 @@ def dot_product_attention(
     block_mask : BlockMask or (array of bool, int), optional
         True where all pairs of a block of queries and keys are visible; hidden blocks take no time. The blocks
         broadcast to (B, N, ceil(T / size), ceil(S / size)). The size must be known when the call is traced.
-    dropout_p : float
-        Probability that a weight is dropped.
     dropout_key : key of jax.random, optional
         Draws the dropout mask. Required if dropout_p is above 0, else ignored.
 
@@ -202,29 +203,24 @@ def dot_product_attention(
     """
     operands = read_inputs(query, key, value)
     is_quantized = any(isinstance(given, (Quantized, tuple)) for given in (key, value))
-    _, block_size = split_blocks(block_mask)
-    numbers = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window_size": local_window_size,
-               "softcap": softcap, "block_size": block_size}  # fmt: skip
-    options = _read_options(operands, numbers, return_residual)
-    if is_causal == "lower_right" and query_offset is not None:
+    given: dict[str, Any] = {**options, "attn_mask": mask, "bias": bias}
+    given["window_size"], dropout_key = given.pop("local_window_size"), given.pop("dropout_key")
+    _, given["block_size"] = split_blocks(given["block_mask"])
+    compiled = _read_options(operands, given, given.pop("return_residual"))
+    if given["is_causal"] == "lower_right" and given["query_offset"] is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
-    given: dict[str, Any] = {
-        "attn_mask": mask, "bias": bias, "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
-    }  # fmt: skip
-    sizes = sizes_of(operands, block_size)
+    sizes = sizes_of(operands, given["block_size"])
     for name, axes, kind, _, _ in _OPERANDS:
         if given.get(name) is not None:
             wanted = tuple(sizes[letter] for letter in ("B", *axes))
             operands[name] = READERS[kind](given[name], name, wanted, compute_dtype(operands["query"].dtype))
-    if dropout_p > 0:
-        operands["dropout_seed"] = read_seed(dropout_key, float(dropout_p))
-    found = _compiled(options, operands)
+    if given["dropout_p"] > 0:
+        operands["dropout_seed"] = read_seed(dropout_key, float(given["dropout_p"]))
+    found = _compiled(compiled, operands)
     out = found["out"]
     if is_quantized:
         out = out.astype(as_array(query, "query").dtype)
-    residual = found["residual"].astype(out.dtype) if options.return_residual else None
+    residual = found["residual"].astype(out.dtype) if compiled.return_residual else None
     if jnp.ndim(query) == 3:
         out, residual = out[0], None if residual is None else residual[0]
     return out if residual is None else (out, residual)

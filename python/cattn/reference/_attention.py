@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn._input.arrays import refuse_scalar
-from cattn._input.objects import BlockMask, Stored
-from cattn._input.types import AttentionOutput, AttentionStatistics, ComputeDType, Layout, LseDType, Window
+from cattn._input.objects import Stored
+from cattn._input.types import AttentionOutput, AttentionStatistics, ComputeDType, Layout, LseDType
+from cattn.functional._options import DenseOptions, spelled_out
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 
 
+class _Options(DenseOptions, total=False):
+    key_indices: ArrayLike | None
+    compute_dtype: ComputeDType
+    rng: int | None
+    return_weights: bool
+    return_lse: bool | LseDType
+    return_dropout_mask: bool
+    out: Floats | AttentionOutput | None
+
+
+@spelled_out()
 @quiet
 def scaled_dot_product_attention(
     query: ArrayLike,
@@ -33,27 +45,7 @@ def scaled_dot_product_attention(
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Causal = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    key_indices: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: int | None = None,
-    return_weights: bool = False,
-    return_lse: bool | LseDType = False,
-    return_dropout_mask: bool = False,
-    out: Floats | AttentionOutput | None = None,
+    **options: Unpack[_Options],
 ) -> Floats | AttentionOutput:
     """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
 
@@ -74,14 +66,11 @@ def scaled_dot_product_attention(
         A query that sees no key has output 0, weights 0 and LSE -inf. A hidden key has no influence, even if it or its
         value is NaN. NaN or infinity in a visible key affects the rows that see it.
     """
-    p = probability(dropout_p, "dropout_p")
-    problem = score(
-        (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout, bias=bias,
-        query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        block_mask=block_mask, key_indices=key_indices, compute_dtype=compute_dtype,
-    )  # fmt: skip
-    if key_indices is not None and (p > 0 or return_dropout_mask):
+    p, given = probability(dropout_p, "dropout_p"), dict[str, Any](options)
+    sinks, rng, out = given.pop("sinks"), given.pop("rng"), given.pop("out")
+    extras = {name: given.pop(f"return_{name}") for name in ("weights", "lse", "dropout_mask")}
+    problem = score((query, key, value), attn_mask, is_causal, **given)
+    if problem.indices is not None and (p > 0 or extras["dropout_mask"]):
         raise ValueError("dropout and key_indices do not go together")
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
@@ -92,15 +81,15 @@ def scaled_dot_product_attention(
     if problem.one_head:
         result, weights = result[..., 0, :, :], weights[..., 0, :, :]
         drop_bits, lse = drop_bits[..., 0, :, :], lse[..., 0, :]
-    given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
-    result = deliver(reordered(result, layout), given.out)
-    if not (return_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):
+    into = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
+    result = deliver(reordered(result, given["layout"]), into.out)
+    if not (any(extras.values()) or isinstance(out, AttentionOutput)):
         return result
     return AttentionOutput(
         result,
-        deliver(weights, given.weights) if return_weights else None,
-        deliver(lse, given.lse) if return_lse else None,
-        deliver(drop_bits, given.dropout_mask) if return_dropout_mask else None,
+        deliver(weights, into.weights) if extras["weights"] else None,
+        deliver(lse, into.lse) if extras["lse"] else None,
+        deliver(drop_bits, into.dropout_mask) if extras["dropout_mask"] else None,
         seed if p > 0 else None,
     )
 
@@ -283,33 +272,21 @@ def score(
     is_causal: Causal = False,
     *,
     scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    key_indices: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    **ranges: Any,
+    **options: Any,
 ) -> Problem:
-    """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
-    arrays = [reordered(plain(a, name), layout) for a, name in zip(inputs, ("query", "key", "value"), strict=True)]
-    if compute_dtype is not None:
-        arrays = [rounded_to_bfloat16(a) for a in arrays]
-    rank = max(a.ndim for a in arrays)
-    arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
-    one_head = rank == 2 or (rank == 3 and not enable_gqa and layout == "bhtd")
-    if one_head:
-        arrays = [np.expand_dims(a, -3) for a in arrays]
-    q, k, v = match_heads(arrays[0], arrays[1], arrays[2], enable_gqa)
+    """Return scores and visibility of every pair, with an axis for the heads."""
+    bias, block_mask, key_indices = (options.pop(name, None) for name in ("bias", "block_mask", "key_indices"))
+    of_inputs = {name: options.pop(name) for name in ("enable_gqa", "layout", "compute_dtype") if name in options}
+    q, k, v, one_head = with_heads(inputs, **of_inputs)
     shape = (*np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2])
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"value has {v.shape[-2]} rows, key has {k.shape[-2]}")
 
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     products = np.array(np.broadcast_to((q * scale) @ np.swapaxes(k, -1, -2), shape))
-    in_range, position, starts = visible_keys(shape[-2], shape[-1], Ranges(is_causal, **ranges))
+    in_range, position, starts = visible_keys(shape[-2], shape[-1], Ranges(is_causal, **options))
     visible = np.array(np.broadcast_to(in_range[..., None, :, :], shape))
     scores = capped = softcap * np.tanh(products / softcap) if softcap else products
     if alibi_slopes is not None:
@@ -352,6 +329,24 @@ def score(
     products, capped, scores = (problem.of_listed_keys(a, -np.inf) for a in (products, capped, scores))
     visible = problem.of_listed_keys(visible, False)
     return problem._replace(products=products, capped=capped, scores=scores, visible=visible)
+
+
+def with_heads(
+    inputs: tuple[ArrayLike, Stored, Stored],
+    enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
+    compute_dtype: ComputeDType = None,
+) -> tuple[Floats, Floats, Floats, bool]:
+    """Return query, key and value as (*batch, H, T, width), and whether the caller's arrays have no axis of heads."""
+    arrays = [reordered(plain(a, name), layout) for a, name in zip(inputs, ("query", "key", "value"), strict=True)]
+    if compute_dtype is not None:
+        arrays = [rounded_to_bfloat16(a) for a in arrays]
+    rank = max(a.ndim for a in arrays)
+    arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
+    one_head = rank == 2 or (rank == 3 and not enable_gqa and layout == "bhtd")
+    if one_head:
+        arrays = [np.expand_dims(a, -3) for a in arrays]
+    return *match_heads(arrays[0], arrays[1], arrays[2], enable_gqa), one_head
 
 
 def reordered(array: Floats, layout: Layout) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
@@ -14,6 +15,7 @@ import cattn
 from ..._input.names import with_hints
 from ..._input.objects import BlockMask, Quantized, no_scale_error
 from ..._input.types import Alignment, AttentionOutput, Layout, Window
+from ...functional._options import documented, spelled_out
 from ._derivatives import attend_transformed
 from ._operator import (
     POSITIONS,
@@ -68,8 +70,18 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
-    compute_dtype: ComputeDType
+    compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
     rng: int | torch.Generator | None
+
+
+class _Plain(_Options, total=False):
+    return_weights: Literal[False]
+    return_lse: Literal[False]
+
+
+class _Extras(_Options, total=False):
+    return_weights: bool
+    return_lse: bool
 
 
 def read_compute_dtype(compute_dtype: object) -> str | None:
@@ -255,10 +267,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     scale: float | None = ...,
     enable_gqa: bool | None = ...,
-    *,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_Plain],
 ) -> Tensor: ...
 @overload
 def scaled_dot_product_attention(
@@ -270,12 +279,11 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     scale: float | None = ...,
     enable_gqa: bool | None = ...,
-    *,
-    return_weights: bool = ...,
-    return_lse: bool = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_Extras],
 ) -> Any: ...
 @with_hints
+@partial(documented, words="Tensor")
+@spelled_out()
 def scaled_dot_product_attention(
     query: Tensor,
     key: Any,
@@ -285,23 +293,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = False,
     scale: float | None = None,
     enable_gqa: bool | None = False,
-    *,
-    layout: Layout = "bhtd",
-    bias: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    query_seq_lengths: int | Tensor | None = None,
-    key_value_seq_lengths: int | Tensor | None = None,
-    key_value_seq_starts: int | Tensor | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    block_mask: BlockMask | tuple[Tensor, int] | None = None,
-    key_indices: Tensor | None = None,
-    compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None = None,
-    rng: int | torch.Generator | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
+    **options: Unpack[_Extras],
 ) -> Any:
     """Compute attention of CPU tensors by cattn, with PyTorch's arguments first and then cattn's other ones.
 
@@ -320,8 +312,6 @@ def scaled_dot_product_attention(
     attn_mask : Tensor, optional
         Boolean (True where the key is visible) or float (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
-    dropout_p : float
-        Probability of dropping a weight.
     is_causal : bool or {"upper_left", "lower_right"}
         Query i sees the keys j <= i ("upper_left", the meaning of True), or j <= i + T_k - T_q.
     scale : float, optional
@@ -344,14 +334,8 @@ def scaled_dot_product_attention(
         Float, added to the scaled scores besides attn_mask. Broadcasts to (..., T_q, T_k).
     query_offset : int or Tensor of int, optional
         Position of the first query, for causality, window_size and alibi_slopes.
-    query_seq_lengths, key_value_seq_lengths : int or Tensor of int, optional
-        Numbers of valid queries and keys.
     key_value_seq_starts : int or Tensor of int, optional
         Index of the first valid key: padding on the left. Lengths and positions still count from key 0.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes : Tensor, shape (H,) or (..., H), optional
         The slope of ALiBi for each query head. It has no gradient.
     sinks : Tensor, shape (H,) or (..., H), optional
@@ -403,16 +387,18 @@ def scaled_dot_product_attention(
     >>> result.weights.sum(-1) < 1
     tensor([True, True, True])
     """
-    key_scale = value_scale = None
+    given: dict[str, Any] = {**options}
     scaled = not isinstance(key, Tensor) or not isinstance(value, Tensor)
+    given["key_scale"] = given["value_scale"] = None
     if scaled:
         check_tensor(query, "query")
         dtype = dtype_of(query)
-        query, key, value, key_scale, value_scale = read_quantized(query, key, value)
-    tokens_first, single = are_tokens_first(layout), False
-    if tokens_first:
-        named = {"query": query, "key": key, "value": value, "key_scale": key_scale, "value_scale": value_scale}
-        query, key, value, key_scale, value_scale, single = _put_heads_first(named)
+        query, key, value, given["key_scale"], given["value_scale"] = read_quantized(query, key, value)
+    first, single = are_tokens_first(given.pop("layout")), False
+    if first:
+        scales = {name: given[name] for name in ("key_scale", "value_scale")}
+        query, key, value, *found, single = _put_heads_first({"query": query, "key": key, "value": value} | scales)
+        given |= zip(scales, found, strict=True)
     alignment = _read_alignment(is_causal)
     if is_causal_bias(attn_mask):
         if alignment:
@@ -420,81 +406,83 @@ def scaled_dot_product_attention(
         attn_mask, alignment = read_causal_bias(attn_mask, query, key)
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
-    blocks, block_size = read_block_mask(block_mask)
+    given |= {"dropout_p": dropout_p, "is_causal": alignment or False, "scale": scale, "enable_gqa": enable_gqa}
+    given["block_mask"], given["block_size"] = read_block_mask(given["block_mask"])
+    wanted = {name: given.pop(name) for name in ("return_lse", "return_weights")}
+    operands = (query, key, value, attn_mask, given.pop("bias"), given.pop("sinks"))
+    out, lse, weights = _attend(operands, given, scaled, *wanted.values())
+    if scaled:
+        out, weights = out.to(dtype), None if weights is None else weights.to(dtype)
+    if first:
+        out = out.transpose(-3, -2)
+    if single:
+        parts: Any = ((out, True), (lse, wanted["return_lse"]), (weights, wanted["return_weights"]))
+        out, lse, weights = (x[0] if there else x for x, there in parts)
+    if not any(wanted.values()):
+        return out
+    if wanted["return_lse"] and query.dtype is not torch.float64:
+        lse = lse.to(torch.float32)
+    return AttentionOutput(out, weights if wanted["return_weights"] else None, lse if wanted["return_lse"] else None)
+
+
+def _attend(
+    operands: tuple[Any, ...], options: dict[str, Any], scaled: bool, return_lse: bool, return_weights: bool
+) -> Any:
+    """Return the output, and the log-sum-exp and the weights if they are wanted, by the shortest way."""
+    *inputs, attn_mask, bias, sinks = operands
     extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
+    slopes, *others = (options[name] for name in ("alibi_slopes", "block_mask", "key_indices"))
     direct = (
-        _are_direct(query, key, value, *extras)
-        and (scaled or _have_one_dtype(query, key, value))
+        _are_direct(*inputs, *extras)
+        and (scaled or _have_one_dtype(*inputs))
         and all(map(is_readable, extras))
-        and (alibi_slopes is None or is_readable(alibi_slopes))
-        and (blocks is None or is_readable(blocks))
-        and (key_indices is None or is_readable(key_indices))
+        and all(x is None or is_readable(x) for x in (slopes, *others))
     )
     if not direct:
-        others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        others |= {"block_mask": blocks, "key_indices": key_indices}
         if not scaled:
-            check_inputs(query, key, value)
-            query, key, value = cast_inputs(query, key, value)
-        check_others(others)
+            check_inputs(*inputs)
+            inputs = list(cast_inputs(*inputs))
+        names = ("attn_mask", "bias", "alibi_slopes", "sinks")
+        check_others(dict(zip(names, (attn_mask, bias, slopes, sinks), strict=True)))
+        check_others({name: options[name] for name in ("block_mask", "key_indices")})
         attn_mask = None if attn_mask is None else converted(attn_mask, dtype_of(attn_mask), "attn_mask")
         bias = None if bias is None else converted(bias, dtype_of(bias), "bias")
-    transformed = not direct and _is_any_transformed((query, key, value, *extras), alibi_slopes, key_scale, value_scale)
-    gradients = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or any(tensor.requires_grad for tensor in extras)
-    )
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+    constants = (slopes, options["key_scale"], options["value_scale"])
+    transformed = not direct and _is_any_transformed((*inputs, *extras), *constants)
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *extras))
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, but has no gradient: pass alibi_slopes.detach()")
     if bias is not None and attn_mask is not None and _is_followed(attn_mask, gradients, transformed):
         check_memory(attn_mask, "attn_mask")
         check_memory(bias, "bias")
         bias = attn_mask + bias  # both have the gradient of their sum
         attn_mask = None
-    operands = (query, key, value, attn_mask, bias, sinks)
-    seed = _draw_seed(rng) if dropout_p > 0.0 else None
-    options: dict[str, Any] = {
-        "dropout_p": dropout_p, "is_causal": alignment or False, "scale": scale, "enable_gqa": enable_gqa,
-        "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
-        "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "key_scale": key_scale,
-        "value_scale": value_scale, "block_mask": blocks, "block_size": block_size, "key_indices": key_indices,
-        "compute_dtype": read_compute_dtype(compute_dtype), "rng": seed,
-    }  # fmt: skip
-    if not direct:
-        for name in POSITIONS:
-            options[name] = as_positions(options[name], name)
-        written = write_options(options)
-        if transformed:
-            out, lse = attend_transformed(*operands, *written)
-            weights = _weights(operands, options) if return_weights else None
-        else:
-            out, lse, weights = attention_operator(*operands, *written, return_weights)
-    else:
-        read = _own_array if gradients else as_array
-        options = {
-            name: read(option, name) if isinstance(option, Tensor) else option
-            for name, option in options.items()
-            if option is not None
-        }
-        if seed is not None:
-            options["rng"] = int(seed) % 2**64
-        if gradients:
-            result: Any = WithGradients.apply(*operands, options, return_weights)  # type: ignore[no-untyped-call]
-            out, lse, weights = result
-        else:
-            out, lse, weights = recorded("cattn::attention", forward, operands, options, return_lse, return_weights)
-    if scaled:
-        out, weights = out.to(dtype), None if weights is None else weights.to(dtype)
-    if tokens_first:
-        out = out.transpose(-3, -2)
-    if single:
-        parts: Any = ((out, True), (lse, return_lse), (weights, return_weights))
-        out, lse, weights = (x[0] if wanted else x for x, wanted in parts)
-    if not return_weights and not return_lse:
-        return out
-    if return_lse and query.dtype is not torch.float64:
-        lse = lse.to(torch.float32)
-    return AttentionOutput(out, weights if return_weights else None, lse if return_lse else None)
+    operands = (*inputs, attn_mask, bias, sinks)
+    options["rng"] = _draw_seed(options["rng"]) if options["dropout_p"] > 0.0 else None
+    options["compute_dtype"] = read_compute_dtype(options["compute_dtype"])
+    if direct:
+        return _attend_directly(operands, options, gradients, return_lse, return_weights)
+    for name in POSITIONS:
+        options[name] = as_positions(options[name], name)
+    written = write_options(options)
+    if not transformed:
+        return attention_operator(*operands, *written, return_weights)
+    return *attend_transformed(*operands, *written), _weights(operands, options) if return_weights else None
+
+
+def _attend_directly(
+    operands: tuple[Any, ...], options: dict[str, Any], gradients: bool, return_lse: bool, return_weights: bool
+) -> Any:
+    """Do the same for tensors whose memory cattn may read at once."""
+    read = _own_array if gradients else as_array
+    seed = options["rng"]
+    options = {
+        name: read(option, name) if isinstance(option, Tensor) else option
+        for name, option in options.items()
+        if option is not None
+    }
+    if seed is not None:
+        options["rng"] = int(seed) % 2**64
+    if gradients:
+        return WithGradients.apply(*operands, options, return_weights)  # type: ignore[no-untyped-call]
+    return recorded("cattn::attention", forward, operands, options, return_lse, return_weights)

@@ -14,6 +14,7 @@ from cattn import functional
 
 from ..._input.names import with_hints
 from ..._input.types import Layout, LinearAttentionOutput
+from ...functional._options import documented
 from ._attention import are_tokens_first, as_positions, cast_inputs, check_inputs, check_others
 from ._derivatives import in_turn
 from ._operator import filled, guard, recorded, refuse_mixed_devices, tensors_schema
@@ -200,6 +201,7 @@ _linear_attention = _Differentiable(
 
 
 @with_hints
+@partial(documented, like=cattn.linear_attention, words="Tensor")
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -214,33 +216,15 @@ def linear_attention(
     layout: Layout = "bhtd",
     return_state: bool = False,
 ) -> Any:
-    """Compute linear attention of CPU tensors: `cattn.linear_attention`, which describes the arguments.
+    """Compute linear attention of CPU tensors, as `cattn.linear_attention` does of arrays.
 
     Parameters
     ----------
     query : Tensor, shape (..., N_q, T, d_k)
         Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
         dtype. ``torch.autocast`` casts the three first, all but float64.
-    key : Tensor, shape (..., N_k, T, d_k)
-        Keys.
-    value : Tensor, shape (..., N_v, T, d_v)
-        Values.
-    decay : Tensor, shape (..., N, T) or (..., N, T, d_k), optional
-        The natural logarithm of the factor of the state.
-    beta : Tensor, shape (..., N, T), optional
-        How much of the difference to the value in the state is written.
     state : Tensor, shape (..., N, d_k, d_v), optional
         The state before the first token. It is not changed.
-    scale : float, optional
-        Default 1 / sqrt(d_k).
-    seq_lengths : int or Tensor of int, optional
-        The number of valid tokens of each batch entry.
-    cu_seqlens : Tensor of int, shape (B + 1,), optional
-        The bounds of packed sequences.
-    layout : {"bhtd", "bthd"}
-        The order of heads and tokens.
-    return_state : bool
-        Also return the state after the last token.
 
     Returns
     -------
@@ -307,6 +291,7 @@ _causal_conv = _Differentiable(
 
 
 @with_hints
+@partial(documented, like=functional.causal_conv, words="Tensor")
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -316,22 +301,14 @@ def causal_conv(
     activation: Literal["silu"] | None = None,
     return_state: bool = False,
 ) -> Any:
-    """Compute the short convolution of CPU tensors: `cattn.functional.causal_conv`, which describes the arguments.
+    """Compute the short convolution of CPU tensors, as `cattn.functional.causal_conv` does of arrays.
 
     Parameters
     ----------
     x : Tensor, shape (..., T, C)
         The tokens, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64, which the other tensors have, too.
-    weight : Tensor, shape (C, K)
-        The factors of the last K tokens.
-    bias : Tensor, shape (C,), optional
-        Added to the sum.
     state : Tensor, shape (..., K - 1, C), optional
         The tokens before the first one. It is not changed.
-    activation : {None, "silu"}
-        A function of the result.
-    return_state : bool
-        Also return the last K - 1 tokens.
 
     Returns
     -------
