@@ -414,9 +414,13 @@ def attention_jvp_backward(
     if additive is not None and np.asarray(additive).dtype.kind == "f":
         of_bias = _sum_to(d_score[..., 0, :, :] if problem.one_head else d_score, np.shape(additive))
     if sinks is not None:
-        sink_weight = _sink_weights(sinks, row_lse)
         moved = np.zeros(1) if sinks_tangent is None else numbers(sinks_tangent, "sinks_tangent")[..., None]
-        per_row = sink_weight * ((moved - mean) * delta + delta_tangent)
-        per_row = np.where((sink_weight != 0) & problem.visible.any(axis=-1), per_row, 0.0)
-        of_sinks = _sum_to(-per_row.sum(axis=-1), np.shape(sinks))
+        of_sinks = _gradient_of_sinks(sinks, row_lse, (moved - mean) * delta + delta_tangent, problem)
     return AttentionGradients(*sum_inputs(problem, gradients, inputs, layout), of_bias, of_sinks)
+
+
+def _gradient_of_sinks(sinks: ArrayLike, lse: Floats, per_weight: Floats, problem: Problem) -> Any:
+    """Return the gradient of sinks, whose score takes from each row its weight times a number."""
+    weight = _sink_weights(sinks, lse)
+    per_row = np.where((weight != 0) & problem.visible.any(axis=-1), weight * per_weight, 0.0)
+    return _sum_to(-per_row.sum(axis=-1), np.shape(sinks))

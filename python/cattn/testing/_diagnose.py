@@ -144,32 +144,11 @@ def diagnose(
     AssertionError: attention(query, key, value), causal: 1 mistake
     ...
     """
-    if isinstance(function, type):
-        raise TypeError(
-            f"function is the class {function.__name__}: make an object, diagnose({function.__name__}(...))"
-        )
-    if not callable(function):
-        raise TypeError(f"function must be callable, got {type(function).__name__}")
-    for name, given, allowed in (
-        ("kind", kind, KINDS), ("ndim", ndim, (None, 2, 3, 4)), ("num_inputs", num_inputs, (None, 1, 3)),
-        ("library", library, (None, "numpy", "torch")), ("alignment", alignment, (None, "upper_left", "lower_right")),
-    ):  # fmt: skip
-        if given not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
-    numbers: tuple[tuple[str, Any, int], ...] = (
-        ("num_tokens", num_tokens, 4), ("width", width, 1), ("num_heads", num_heads, 1),
-    )  # fmt: skip
-    for name, number, least in numbers:
-        if number is None and name != "num_tokens":
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an int, got {type(number).__name__}")
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, got {number}")
-    for name, argument in (("mask", mask), ("padding", padding), ("dropout", dropout)):
-        if argument is not None and not isinstance(argument, str):
-            raise TypeError(f"{name} must be the name of an argument, a str, got {type(argument).__name__}")
-
+    choices: dict[str, Any] = {"kind": (kind, KINDS), "ndim": (ndim, (None, 2, 3, 4))}
+    choices |= {"num_inputs": (num_inputs, (None, 1, 3)), "library": (library, (None, "numpy", "torch"))}
+    choices |= {"alignment": (alignment, (None, "upper_left", "lower_right"))}
+    numbers = {"num_tokens": (num_tokens, 4), "width": (width, 1), "num_heads": (num_heads, 1)}
+    _check_arguments(function, choices, numbers, {"mask": mask, "padding": padding, "dropout": dropout})
     inputs = num_inputs or number_of_inputs(function)
     state = find_state(function) if weights is True else dict(weights) if isinstance(weights, Mapping) else {}
     named = num_heads or find_num_heads(function, state)
@@ -206,6 +185,30 @@ def diagnose(
                 run.find_formula([named] if named else possible_heads(projections))
             return run.report()
         return runs[0].report_refusal()
+
+
+def _check_arguments(
+    function: object, choices: dict[str, Any], numbers: dict[str, tuple[Any, int]], names: dict[str, str | None]
+) -> None:
+    if isinstance(function, type):
+        raise TypeError(
+            f"function is the class {function.__name__}: make an object, diagnose({function.__name__}(...))"
+        )
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
+    for name, (given, allowed) in choices.items():
+        if given not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
+    for name, (number, least) in numbers.items():
+        if number is None and name != "num_tokens":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be an int, got {type(number).__name__}")
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+    for name, argument in names.items():
+        if argument is not None and not isinstance(argument, str):
+            raise TypeError(f"{name} must be the name of an argument, a str, got {type(argument).__name__}")
 
 
 Floats = NDArray[np.float64]
