@@ -81,7 +81,7 @@ numpydoc_validation_checks = {
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
     r"^cattn\.(Attention(Gradients|Output|Statistics|Tangents)|CausalAlignmentWarning|Explanation|HeadScores)$",
-    r"^cattn\.LinearAttention(Gradients|Output)(\.\w+)?$",
+    r"^cattn\.LinearAttention(Gradients|Output)$",
     r"^cattn\.integrations\.onnx\.(Attention(Outputs)?|LinearAttention|CausalConvWithState)$",
     r"^cattn\.integrations\.transformers\.AttentionMask$",
     r"^cattn\.testing\.(Mistake|Report)$",
