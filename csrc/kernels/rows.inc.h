@@ -381,15 +381,15 @@ INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int m
     }
 }
 
-/* Masks, softmax and dropout of the rows' scores; `many` is the number of rows padded to 1, 2, 4 or 8. Not inlined: it
- * is long, and the same for each storage and number of rows. */
+/* Masks, softmax and dropout of the rows' scores; `many` is the number of rows padded to 1, 2, 4 or 8. Nobody reads the
+ * results of padding. Not inlined: it is long, and the same for each storage and number of rows. */
 NOINLINE void weigh_rows(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
     real *score = rows->scratch.score, *row_sum = rows->scratch.row_sum, *block_max = rows->scratch.block_max;
     real lane[LANES], sum[CATTN_PAD] = {0};
     for (int i = 0; i < LANES; i++)
         lane[i] = (real)i;
     const vf index = vf_loadu(lane);
-    for (int r = 0; r < many; r++)
+    for (int r = 0; r < rows->n_rows; r++)
         if (!is_plain_row(rows, r, k0, n_keys, begin, end))
             block_max[r] = mask_row(rows, r, k0, n_keys, begin, end, index);
     /* the scores are stored now, before softmax overwrites them; `finish` turns them into weights */
@@ -401,12 +401,12 @@ NOINLINE void weigh_rows(struct cattn_rows *rows, int many, int64_t k0, int n_ke
                               (int)min64(LANES, n_keys - k));
     for (int r = 0; r < many; r += LANES)
         update_max(rows, r);
-    for (int r = 0; r < many; r++) {
+    for (int r = 0; r < rows->n_rows; r++) {
         real *s = score + r * CATTN_BLOCK_KEYS;
         sum[r] = softmax_keys(s, begin, end, block_max[r]);
-        if (r < rows->n_rows && rows->scratch.drop_bits)
+        if (rows->scratch.drop_bits)
             drop_keys_by_stream(rows, r, k0, s, begin, (int)min64(end, n_keys));
-        else if (r < rows->n_rows && rows->drop.enabled)
+        else if (rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
         if (rows->small_weights)
             shrink_keys(s, begin, end);
