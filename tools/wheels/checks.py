@@ -7,11 +7,10 @@ Debian's Python under QEMU.
 """
 
 import functools
-import importlib.machinery
-import importlib.util
 import json
 import platform
 import re
+import runpy
 import shutil
 import sys
 import tempfile
@@ -19,7 +18,6 @@ import threading
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import pefile
 from build import ROOT, Wheel, WheelError, run
@@ -197,6 +195,7 @@ CHECKS = {
 OLDEST_NUMPY = {11: "2.0.0", 12: "2.0.0", 13: "2.1.0", 14: "2.3.2"}  # the first with wheels for this Python 3
 TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=9", "pytest-xdist>=3.6"]
 _LOCK = threading.Lock()
+MACHINES = runpy.run_path(str(ROOT / "tools" / "machines"))  # it compares the lines of bits.c
 FAST_TABLES = {"avx2_4x2", "avx2", "avx512_256", "avx512"}
 FAST_TABLES |= {"avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"}
 # One test is about builds in place, which have one table more than wheels.
@@ -214,18 +213,6 @@ LONG_TESTS = [
     "outputs",
     "threads",
 ]
-
-
-@functools.cache
-def machines() -> ModuleType:
-    """Return tools/machines, which compares the lines of bits.c."""
-    loader = importlib.machinery.SourceFileLoader("machines", str(ROOT / "tools" / "machines"))
-    spec = importlib.util.spec_from_loader("machines", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["machines"] = module
-    loader.exec_module(module)
-    return module
 
 
 def x86_features() -> set[str]:
@@ -250,9 +237,9 @@ def emulator(wheel: Wheel) -> list[str] | None:
 @functools.cache
 def _right_lines(n: int) -> list[str]:
     with tempfile.TemporaryDirectory() as work:
-        x86 = machines().X86
-        program = machines().compile_core(x86, ROOT, ["scalar"], Path(work, "gcc"))
-        lines: list[str] = machines().lines_of(x86, program, "scalar", n)
+        x86 = MACHINES["X86"]
+        program = MACHINES["compile_core"](x86, ROOT, ["scalar"], Path(work, "gcc"))
+        lines: list[str] = MACHINES["lines_of"](x86, program, "scalar", n)
         return lines
 
 
@@ -270,25 +257,16 @@ def compare_bits(wheel: Wheel, n: int) -> str:
     program = wheel.compiler.with_name("bits.exe")
     flags = ["-std=gnu11", "-O1", "-ffp-contract=off", "-I", ROOT / "csrc"]
     libraries = [] if wheel.target.system == "windows" else ["-pthread", "-lm"]
-    sources = [ROOT / file for file in machines().BITS]
+    sources = [ROOT / file for file in MACHINES["BITS"]]
     run(wheel.compiler, *flags, *sources, *wheel.objects, *libraries, "-o", program)
-    env: dict[str, str | None] = {"WINEDEBUG": "-all", "WINEPREFIX": str(wheel.compiler.with_name("wine"))}
-    compared = 0
-    for line in run(*words, program, env=env, errors_too=False).splitlines():  # Wine writes notices to standard error
-        name, usable, contract = line.split()
-        if usable == "1":
-            lines = run(*words, program, name, "0", str(n), env=env, errors_too=False).splitlines()
-            if contract == "1":
-                right = right_lines(n)
-                differ = [(a, b) for a, b in zip(lines, right, strict=True) if a != b]
-                if differ:
-                    raise WheelError(
-                        f"{wheel.target.name} {name}: {len(differ)} of {len(right)} lines of bits.c differ"
-                    )
-                compared += 1
-    if not compared:
-        raise WheelError(f"{wheel.target.name}: bits.c has no table inside the bit contract")
-    return f"{compared} tables"
+    wine = ["env", "WINEDEBUG=-all", f"WINEPREFIX={wheel.compiler.with_name('wine')}"]
+    tables = MACHINES["ON_X86"] if wheel.target.machine == "x86_64" else MACHINES["PORTABLE"]
+    machine = MACHINES["Machine"](wheel.target.name, (), (*wine, *words), tables)
+    try:
+        MACHINES["compare_tables"](machine, program, n, right_lines(n))
+    except MACHINES["MachineError"] as failure:
+        raise WheelError(str(failure)) from None
+    return "ok"
 
 
 # ---- the installed wheel ---------------------------------------------------------------------------------------------
