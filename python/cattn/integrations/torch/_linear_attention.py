@@ -42,14 +42,17 @@ class _Differentiable:
     """
 
     def __init__(
-        self, name: str, what: str, tensors: tuple[str, ...], n_gradients: int, numbers: str,
-        shapes: Callable[..., Any], forward: Callable[..., Results], backward: Callable[..., Any],
+        self, function: Callable[..., Any], what: str, tensors: str, n_gradients: int, numbers: dict[str, str],
+        shapes: Callable[..., Any],
     ) -> None:  # fmt: skip
-        """Take cattn's function as one of tensors, and its gradients as a function that returns arrays."""
-        self.name, self.what = name, f"cattn's {what} (torch.ops.cattn.{name})"
-        self.names, self.n, self.n_gradients = tensors, len(tensors), n_gradients
-        self.forward, self.backward = forward, backward
-        schema = f"{tensors_schema([*tensors], ('query', 'key', 'value', 'x', 'weight'))}, {numbers}"
+        """Take cattn's function, the names of its tensors and the types of its numbers."""
+        self.name = name = function.__name__
+        self.of_arrays, self.backward_of_arrays = function, getattr(functional, f"{name}_backward")
+        self.what, self.n_gradients = f"cattn's {what} (torch.ops.cattn.{name})", n_gradients
+        self.names = tensors.split()
+        self.arguments, self.n = [*self.names, *numbers], len(self.names)
+        schema = tensors_schema(self.names, ("query", "key", "value", "x", "weight"))
+        schema = ", ".join([schema, *(f"{kind} {number}" for number, kind in numbers.items())])
         gradients = f"(Tensor grad_out, Tensor grad_state, {schema}) -> ({', '.join(['Tensor'] * n_gradients)})"
         self.operator = self._define(name, self._operate, f"({schema}) -> (Tensor, Tensor)", shapes)
         self.operator_backward = self._define(f"{name}_backward", self._differentiate, gradients, self._like)
@@ -84,18 +87,25 @@ class _Differentiable:
         return self._compute(*arguments)
 
     def _compute(self, *arguments: Any, return_state: bool = True) -> Results:
-        function = partial(self.forward, return_state=return_state)
-        results: Results = recorded(f"cattn::{self.name}", function, *arguments)
-        return results
+        given = dict(zip(self.arguments, arguments, strict=True))
+        found = self._call("", self.of_arrays, given | {"return_state": return_state})
+        out, state = found if return_state else (found, None)
+        return _as_tensor(out, arguments[0]), None if state is None else _as_tensor(state, arguments[0])
 
     def _differentiate(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the gradients of the arguments that have one; an empty tensor for one that is not there."""
-        grads = recorded(f"cattn::{self.name}_backward", self.backward, *arguments)
-        found = [
-            None if x is None else as_tensor(g, x.dtype if g.dtype.itemsize == 2 else None).to(x.dtype).contiguous()
-            for g, x in zip(grads, arguments[2:], strict=False)
-        ]
+        given = dict(zip(("grad_out", "grad_state", *self.arguments), arguments, strict=True))
+        grads = zip(self._call("_backward", self.backward_of_arrays, given), arguments[2:], strict=False)
+        found = [None if x is None else _as_tensor(grad, x).to(x.dtype).contiguous() for grad, x in grads]
         return filled(found, arguments[0])
+
+    def _call(self, suffix: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Call a function of cattn on the arrays of the tensors, and on what else is given."""
+
+        def call() -> Any:
+            return function(**{name: as_array(x, name) if isinstance(x, Tensor) else x for name, x in given.items()})
+
+        return recorded(f"cattn::{self.name}{suffix}", call)
 
     def _like(self, *arguments: Any) -> tuple[Tensor, ...]:
         given = arguments[2:][: self.n_gradients]
@@ -135,13 +145,9 @@ class _Differentiable:
         return type(operator._name, (torch.autograd.Function,), {**made, "generate_vmap_rule": True})
 
 
-def _arrays(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> dict[str, Any]:
-    return {n: None if x is None else as_array(x, n) for n, x in zip(names, tensors, strict=True)}
-
-
-_GRADIENTS = ("grad_out", "grad_state")
-_LINEAR = ("query", "key", "value", "decay", "beta", "state", "seq_lengths", "cu_seqlens")
-_CONV = ("x", "weight", "bias", "state")
+def _as_tensor(array: Any, like: Tensor) -> Tensor:
+    """Return an array as a tensor; of two bytes it has the dtype of a tensor that was given."""
+    return as_tensor(array, like.dtype if array.dtype.itemsize == 2 else None)
 
 
 # ---- linear attention ------------------------------------------------------------------------------------------------
@@ -169,24 +175,6 @@ def _shapes(*arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return (*batch, *out), (*batch, *sequences, *states)
 
 
-def _linear_arguments(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    return _arrays(_LINEAR, arguments[:8]) | {"scale": arguments[8], "layout": arguments[9]}
-
-
-def _linear_forward(*arguments: Any, return_state: bool) -> Results:
-    query = arguments[0]
-    function: Any = cattn.linear_attention  # the overloads do not see through **options
-    result = function(**_linear_arguments(arguments), return_state=return_state)
-    if not return_state:
-        return as_tensor(result, query.dtype), None
-    return as_tensor(result.out, query.dtype), as_tensor(result.state)
-
-
-def _linear_backward(grad_out: Tensor, grad_state: Tensor, *arguments: Any) -> Any:
-    grads = _arrays(_GRADIENTS, (grad_out, grad_state))
-    return functional.linear_attention_backward(**grads, **_linear_arguments(arguments))
-
-
 def _linear_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_mixed_devices(arguments)
     query, (out, state) = arguments[0], _shapes(*arguments)
@@ -195,8 +183,8 @@ def _linear_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _linear_attention = _Differentiable(
-    "linear_attention", "linear attention", _LINEAR, 6, "float? scale, str layout",
-    _linear_fake, _linear_forward, _linear_backward,
+    cattn.linear_attention, "linear attention", "query key value decay beta state seq_lengths cu_seqlens", 6,
+    {"scale": "float?", "layout": "str"}, _linear_fake,
 )  # fmt: skip
 
 
@@ -264,20 +252,6 @@ def linear_attention(
 
 
 # ---- the short convolution -------------------------------------------------------------------------------------------
-def _conv_forward(*arguments: Any, return_state: bool) -> Results:
-    dtype = arguments[0].dtype
-    function: Any = functional.causal_conv
-    result = function(**_arrays(_CONV, arguments[:4]), activation=arguments[4], return_state=return_state)
-    if not return_state:
-        return as_tensor(result, dtype), None
-    return as_tensor(result.out, dtype), as_tensor(result.state, dtype)
-
-
-def _conv_backward(grad_out: Tensor, grad_state: Tensor, *arguments: Any) -> Any:
-    arrays = _arrays((*_GRADIENTS, *_CONV), (grad_out, grad_state, *arguments[:4]))
-    return functional.causal_conv_backward(**arrays, activation=arguments[4])
-
-
 def _conv_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_mixed_devices(arguments)
     x, weight = arguments[:2]
@@ -285,9 +259,8 @@ def _conv_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _causal_conv = _Differentiable(
-    "causal_conv", "short convolution", _CONV, 4, "str? activation",
-    _conv_fake, _conv_forward, _conv_backward,
-)  # fmt: skip
+    functional.causal_conv, "short convolution", "x weight bias state", 4, {"activation": "str?"}, _conv_fake
+)
 
 
 @with_hints
