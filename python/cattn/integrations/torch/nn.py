@@ -112,7 +112,34 @@ def _with_parameters(cls: _Class) -> _Class:
 
 
 class _Attention(nn.Module):
-    """Base of the classes: projections, and state dicts in all naming schemes."""
+    """Base of the classes: projections, the forward pass, and state dicts in all naming schemes."""
+
+    d_in: int
+    context_length: int | None = None
+    _one_head = True
+
+    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
+        """Return a context vector for each token, or (context, weights).
+
+        Parameters
+        ----------
+        x : Tensor, shape (T, d_in) or (B, T, d_in)
+            The tokens.
+        return_weights : bool
+            Return (context, weights).
+
+        Returns
+        -------
+        Tensor, shape (T, width) or (B, T, width), or (Tensor, Tensor)
+            The weights are those before dropout, one matrix for each head if the class has several.
+        """
+        batch = _tokens(x, self.d_in, self.context_length)
+        context, weights = self._context(batch, return_weights)
+        return _result(x, context, weights, one_head=self._one_head)
+
+    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the weights (B, H, T, T) of tokens (B, T, d_in)."""
+        raise NotImplementedError
 
     def _add_projections(self, d_in: int, d_out: int, d_kv: int, bias: bool, dtype: torch.dtype | None) -> None:
         self.W_query: Any = nn.Linear(d_in, d_out, bias, dtype=dtype)
@@ -152,32 +179,10 @@ class _Attention(nn.Module):
 
 
 class _SelfAttention(_Attention):
-    """Base of the classes without a mask: the forward pass."""
+    """Base of the classes without a mask."""
 
-    d_in: int
-
-    def _projected(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (B, 1, T, d_out) of tokens (B, T, d_in)."""
-        return self._of_one_head(batch)
-
-    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
-        """Return a context vector for each token, or (context, weights).
-
-        Parameters
-        ----------
-        x : Tensor, shape (T, d_in) or (B, T, d_in)
-            The tokens.
-        return_weights : bool
-            Return (context, weights).
-
-        Returns
-        -------
-        Tensor, shape (T, d_out) or (B, T, d_out), or (Tensor, Tensor)
-            The weights are (..., T, T).
-        """
-        batch = _tokens(x, self.d_in)
-        context, weights = _attend(*self._projected(batch), is_causal=False, return_weights=return_weights)
-        return _result(x, context, weights)
+    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        return _attend(*self._of_one_head(batch), is_causal=False, return_weights=return_weights)
 
 
 @_with_parameters
@@ -197,7 +202,7 @@ class SelfAttention_v1(_SelfAttention):  # noqa: N801 - the book's name
         self.W_key = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
         self.W_value = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
 
-    def _projected(self, batch: Tensor) -> tuple[Tensor, ...]:
+    def _of_one_head(self, batch: Tensor) -> tuple[Tensor, ...]:
         return tuple((batch @ matrix).unsqueeze(1) for matrix in (self.W_query, self.W_key, self.W_value))
 
 
@@ -218,7 +223,7 @@ class SelfAttention_v2(_SelfAttention):  # noqa: N801 - the book's name
 
 
 class _Causal(_Attention):
-    """Base of the causal classes: the check of the length, and the forward pass."""
+    """Base of the causal classes: a token sees itself and the tokens before it, up to context_length."""
 
     _one_head = False
 
@@ -228,29 +233,6 @@ class _Causal(_Attention):
         self.window_size = window_size
         self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
         self.context_length = as_size(context_length, "context_length")
-
-    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the weights (B, H, T, T) of tokens (B, T, d_in)."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
-        """Return a context vector for each token, which sees itself and the tokens before it, or (context, weights).
-
-        Parameters
-        ----------
-        x : Tensor, shape (T, d_in) or (B, T, d_in)
-            The tokens.
-        return_weights : bool
-            Return (context, weights).
-
-        Returns
-        -------
-        Tensor, shape (T, width) or (B, T, width), or (Tensor, Tensor)
-            The weights are those before dropout, one matrix for each head if the class has several.
-        """
-        batch = _tokens(x, self.d_in, self.context_length)
-        context, weights = self._context(batch, return_weights)
-        return _result(x, context, weights, one_head=self._one_head)
 
 
 @_with_parameters
