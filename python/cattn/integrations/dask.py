@@ -53,6 +53,8 @@ Part: TypeAlias = tuple[NDArray[Any], NDArray[Any]]  # the output over some keys
 
 # Operands that are cut by their letters besides query, key, value and the scales.
 _MASKS_AND_HEADS = [name for name, axes, *_ in _cattn._operands() if axes in ("NTS", "N")]
+# Numbers that mean the same in a call on chunks.
+_OF_EVERY_CHUNK = [name for name, kind in _cattn._numbers() if kind in ("REAL", "BOUND", "CHOICE", "PRODUCTS")]
 _MERGED_AT_ONCE = 4  # parts that one task merges: few, so that a worker holds few of them at a time
 _UNBOUNDED = 2**61  # no sum of positions overflows
 
@@ -433,7 +435,7 @@ def attention(
                         "or what numpy.random.default_rng takes")  # fmt: skip
     problem = _Problem(arrays, shape, enable_gqa is not None and bool(enable_gqa), threads, dtypes)
     ranges = _read_ranges(problem.batch, shape[-2], arrays["key"].shape[-2], given)
-    scores = {name: given[name] for name in ("scale", "enable_gqa", "softcap", "compute_dtype")}
+    scores = {name: given[name] for name in _OF_EVERY_CHUNK}
     seed = draw_seed(rng) if float(dropout_p) > 0 else None
     if seed is not None:
         scores["dropout_p"] = float(dropout_p)

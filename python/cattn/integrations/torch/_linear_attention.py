@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 import cattn
-from cattn import functional
+from cattn import _cattn, functional
 
+from ..._input.doors import LINEAR_ATTENTION
 from ..._input.names import with_hints
 from ..._input.types import Layout, LinearAttentionOutput
 from ...functional._options import documented
 from ._attention import are_tokens_first, as_positions, cast_inputs, check_inputs, check_others
 from ._derivatives import in_turn
-from ._operator import filled, guard, recorded, refuse_mixed_devices, tensors_schema
+from ._operator import TYPES, filled, guard, recorded, refuse_mixed_devices, tensors_schema
 from ._tensors import (
     DTYPES,
     as_array,
@@ -31,6 +32,7 @@ from ._tensors import (
 )
 
 Results: TypeAlias = tuple[Tensor, Tensor | None]
+_WITH_GRADIENT = ("STORED", "COMPUTED", "PROMOTED")  # the kinds of arrays that hold no counts
 
 
 # ---- functions with gradients --------------------------------------------------------------------------------------
@@ -41,18 +43,18 @@ class _Differentiable:
     autograd, or as an operator where PyTorch compiles or traces.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], what: str, tensors: str, n_gradients: int, numbers: dict[str, str],
-        shapes: Callable[..., Any],
-    ) -> None:  # fmt: skip
-        """Take cattn's function, the names of its tensors and the types of its numbers."""
+    def __init__(self, function: Callable[..., Any], what: str, shapes: Callable[..., Any]) -> None:
+        """Take cattn's function, whose arguments are rows of the table in C: those that are not refused here."""
         self.name = name = function.__name__
         self.of_arrays, self.backward_of_arrays = function, getattr(functional, f"{name}_backward")
-        self.what, self.n_gradients = f"cattn's {what} (torch.ops.cattn.{name})", n_gradients
-        self.names = tensors.split()
-        self.arguments, self.n = [*self.names, *numbers], len(self.names)
+        self.what = f"cattn's {what} (torch.ops.cattn.{name})"
+        rows = [row for row in _cattn._functions()[name] if row[0] not in LINEAR_ATTENTION[f"torch.{name}"]]
+        kinds = {row[0]: row[2] for row in rows if row[1] == "ARRAY"}
+        numbers = {row[0]: TYPES[row[2]].format(row[0]) for row in rows if row[1] in ("NUMBER", "WORD")}
+        self.names, self.arguments, self.n = [*kinds], [*kinds, *numbers], len(kinds)
+        self.n_gradients = n_gradients = sum(kind in _WITH_GRADIENT for kind in kinds.values())
         schema = tensors_schema(self.names, ("query", "key", "value", "x", "weight"))
-        schema = ", ".join([schema, *(f"{kind} {number}" for number, kind in numbers.items())])
+        schema = ", ".join([schema, *numbers.values()])
         gradients = f"(Tensor grad_out, Tensor grad_state, {schema}) -> ({', '.join(['Tensor'] * n_gradients)})"
         self.operator = self._define(name, self._operate, f"({schema}) -> (Tensor, Tensor)", shapes)
         self.operator_backward = self._define(f"{name}_backward", self._differentiate, gradients, self._like)
@@ -182,10 +184,7 @@ def _linear_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(out), query.new_empty(state, dtype=dtype)
 
 
-_linear_attention = _Differentiable(
-    cattn.linear_attention, "linear attention", "query key value decay beta state seq_lengths cu_seqlens", 6,
-    {"scale": "float?", "layout": "str"}, _linear_fake,
-)  # fmt: skip
+_linear_attention = _Differentiable(cattn.linear_attention, "linear attention", _linear_fake)
 
 
 @with_hints
@@ -258,9 +257,7 @@ def _conv_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-2], weight.shape[-1] - 1, x.shape[-1]))
 
 
-_causal_conv = _Differentiable(
-    functional.causal_conv, "short convolution", "x weight bias state", 4, {"activation": "str?"}, _conv_fake
-)
+_causal_conv = _Differentiable(functional.causal_conv, "short convolution", _conv_fake)
 
 
 @with_hints

@@ -315,8 +315,9 @@ POSITIONS = [name for name, axes, kind, *_ in _cattn._operands() if kind in ("OF
 # The axes of each array without the batch, in letters.
 AXES = {name: axes for name, axes, *_ in _cattn._operands()}
 
-# The types of a number in an operator's schema, where a window is two of them.
-_TYPES = {
+# The types of a number in an operator's schema, where a window is two of them. A word has no kind.
+TYPES: dict[str | None, str] = {
+    None: "str? {}",
     "PROBABILITY": "float {}",
     "ALIGNMENT": "str {}",
     "REAL": "float? {}",
@@ -325,6 +326,7 @@ _TYPES = {
     "WINDOW": "int {0}_left, int {0}_right",
     "COUNT": "int? {}",
     "PRODUCTS": "str? {}",
+    "LAYOUT": "str {}",
 }
 
 
@@ -342,7 +344,7 @@ def tensors_schema(names: list[str], required: tuple[str, ...]) -> str:
 OPERANDS_SCHEMA = tensors_schema(OPERANDS, ("query", "key", "value"))
 _RESULTS_SCHEMA = tensors_schema(_OF_RESULTS, ("out", "lse"))
 OPTIONS_SCHEMA = ", ".join(
-    [tensors_schema([*_ARRAYS, "seed"], ()), *(_TYPES[kind].format(name) for name, kind in _NUMBERS)]
+    [tensors_schema([*_ARRAYS, "seed"], ()), *(TYPES[kind].format(name) for name, kind in _NUMBERS)]
 )
 
 
