@@ -31,6 +31,7 @@
  *   vm_and  vm_or  vm_not  vm_any(m)
  *   vf_select(m, a, b) m ? a : b, bit for bit
  *   vf_transpose(v)    the LANES x LANES matrix in v[0 .. LANES-1], in place
+ *   vf_lane(v, i)      lane i in all lanes. HAS_LANES is defined if an FMA takes such an operand
  *   vf_swap_pairs(v)   lanes 0 and 1 exchanged, 2 and 3, ...; not where LANES is 1
  *   vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
  *   vf_from_bytes_n(p, n)
@@ -122,6 +123,9 @@ typedef uint64_t real_bits;
 /* A loop over i = 0 .. n-1 that is unrolled completely: after inlining, n is a constant of at most 16. */
 #ifdef KEEP_LOOPS /* unrolled, a table for tests takes twice as long to compile */
 #define UNROLLED(i, n) for (int i = 0; i < (n); i++)
+#elif defined(__clang__) /* before version 19 it keeps a loop with a count if n is not the same in all callers */
+/* NOLINTNEXTLINE(bugprone-macro-parentheses): i is declared */
+#define UNROLLED(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < (n); i++)
 #else
 /* NOLINTNEXTLINE(bugprone-macro-parentheses): i is declared */
 #define UNROLLED(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++)
