@@ -83,7 +83,9 @@ int main(void) {
 HARDENING = ["-fcf-protection"] if ELF else []
 # Taken back, where the compiler knows it: what flags of users or distributions change in arithmetic, so that values are
 # wrong or the bits are not those of other builds. -fno-fast-math also sets errno again, so our other flags come later.
-EXACT = ["-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-fno-associative-math"]
+# To Clang before version 19, NO_UNSAFE also says that exceptions count, and then it leaves vectors in pieces.
+NO_UNSAFE = "-fno-unsafe-math-optimizations"
+EXACT = ["-fno-fast-math", NO_UNSAFE, "-fno-finite-math-only", "-fno-associative-math"]
 EXACT += ["-fno-reciprocal-math", "-fsigned-zeros", "-fno-single-precision-constant", "-fexcess-precision=fast"]
 EXACT += ["-mfpmath=sse", "-fno-approx-func", "-fdenormal-fp-math=ieee", "-fdenormal-fp-math-f32=ieee"]
 # In the place of -O3: GCC compiles the kernels in half of the time, into two thirds of the size, and they are as quick.
@@ -319,7 +321,10 @@ class BuildTables(build_ext):
         if self.compiler.compiler_type == "msvc":
             target = f"--target={MSVC_TARGETS.get(self.plat_name, self.plat_name)}"
             return [*CLANG_CL, target, *["/WX"] * bool(switch("WERROR"))]
-        flags = compile_flags([flag for flag in EXACT if self.accepts([flag])])
+        exact = [flag for flag in EXACT if self.accepts([flag])]
+        if "-fno-approx-func" in exact:
+            exact.remove(NO_UNSAFE)  # Clang has taken it back by its parts
+        flags = compile_flags(exact)
         if "-O3" in flags and self.accepts(OPTIMIZED):
             flags[flags.index("-O3") : flags.index("-O3") + 1] = OPTIMIZED
         return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
