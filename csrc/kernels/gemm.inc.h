@@ -81,6 +81,40 @@ INLINE void add_tile(int mr, int nr, vf sum[MR][WIDEST], vf chain[MR][WIDEST]) {
 INLINE void products_begin(void) {}
 INLINE void products_end(void) {}
 
+#ifdef HAS_LANES
+/* The terms of micro_tile whose elements of A fill vectors: LANES terms of each row, or LANES rows of each term.
+ * Returns the first term that is left. */
+INLINE int64_t add_lanes(int mr, int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
+                         int64_t b_row, vf acc[MR][WIDEST]) {
+    const bool by_terms = a_col == 1;
+    const int step = by_terms ? LANES : 1, vectors = by_terms ? mr : mr / LANES;
+    int64_t k = 0;
+    if (!by_terms && (a_row != 1 || mr % LANES != 0))
+        return 0;
+#if REAL_BITS == 64 /* a whole chain */
+#pragma GCC unroll 8
+#else
+#pragma GCC unroll 2
+#endif
+    for (; k + step <= depth; k += step) {
+        vf v[MR];
+        UNROLLED(i, vectors)
+            v[i] = vf_loadu(by_terms ? a + i * a_row + k : a + k * a_col + i * LANES);
+        UNROLLED(i, step) {
+            __asm__ volatile("" ::: "memory"); /* GCC loads all of B first, and lacks registers for it */
+            vf b_k[WIDEST];
+            UNROLLED(n, nr)
+                b_k[n] = vf_loadu(b + (k + i) * b_row + n * LANES);
+            UNROLLED(m, mr)
+                UNROLLED(n, nr)
+                    acc[m][n] =
+                        vf_fma(by_terms ? vf_lane(v[m], i) : vf_lane(v[m / LANES], m % LANES), b_k[n], acc[m][n]);
+        }
+    }
+    return k;
+}
+#endif
+
 /* mr and nr are constants after inlining. Set the accumulators one by one and unroll every loop over them: with `= {0}`
  * or a plain loop GCC keeps them in memory instead of registers. */
 INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
@@ -88,8 +122,12 @@ INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_r
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             acc[m][n] = vf_set1(0);
+    int64_t k = 0;
+#ifdef HAS_LANES
+    k = add_lanes(mr, nr, depth, a, a_row, a_col, b, b_row, acc);
+#endif
 #pragma GCC unroll 2
-    for (int64_t k = 0; k < depth; k++) {
+    for (; k < depth; k++) {
         vf b_k[WIDEST];
         UNROLLED(n, nr)
             b_k[n] = vf_loadu(b + k * b_row + n * LANES);

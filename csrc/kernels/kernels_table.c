@@ -15,8 +15,8 @@
 #define QUICK_TO_COMPILE
 #include "simd_scalar.h"
 #elif defined(TABLE_GNU128)
-/* The portable table with 16-byte vectors. NEON has 32 registers: 8 x 2 vectors load 10 operands for 16 FMAs and keep
- * 16 chains in flight, enough for four FMA units. SSE2 has 16. */
+/* The portable table with 16-byte vectors. NEON has 32 registers: 8 x 2 vectors keep 16 chains in flight, enough for
+ * four FMA units, but an exponential needs a copy of each coefficient, because fmla overwrites it. SSE2 has 16. */
 #define ISA gnu128
 #ifdef __aarch64__
 #define MR 8
@@ -24,6 +24,7 @@
 #define MR 4
 #endif
 #define NR 2
+#define FEW_CHAINS_AT_ONCE
 #define VECTOR_BYTES 16
 #include "simd_gnu.h"
 #elif !defined(__x86_64__)

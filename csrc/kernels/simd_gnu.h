@@ -16,7 +16,20 @@
 #else
 #define REGISTERS 16
 #endif
+/* NEON names an intrinsic on floats: what compilers make of loops over lanes is often single lanes. */
+#if defined(__AARCH64EL__) && VECTOR_BYTES == 16
+#include <arm_neon.h>
+#define HAS_LANES
+#if REAL_BITS == 32
+#define NEON(op) op##_f32
+#define NEON_INTEGERS vcvtq_s32_f32
+#else
+#define NEON(op) op##_f64
+#define NEON_INTEGERS vcvtq_s64_f64
+#endif
+#endif
 typedef real vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef real_bits v_bits __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 #if REAL_BITS == 32
 typedef int32_t vm __attribute__((vector_size(VECTOR_BYTES))); /* all ones or all zeros per lane */
@@ -49,7 +62,9 @@ INLINE void vf_storeu_n(real *p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof
 #define HAS_FMA 0
 #endif
 INLINE vf vf_fma(vf a, vf b, vf c) {
-#if HAS_FMA
+#ifdef NEON
+    return NEON(vfmaq)(c, a, b);
+#elif HAS_FMA
     vf r;
     EACH_LANE(i) r[i] = REAL_FMA(a[i], b[i], c[i]);
     return r;
@@ -74,12 +89,20 @@ INLINE vf vf_select(vm m, vf a, vf b) { return (vf)(((vm)a & m) | ((vm)b & ~m));
 INLINE vf vf_max(vf a, vf b) { return vf_select((vm)(a > b), a, b); }
 INLINE vf vf_min(vf a, vf b) { return vf_select((vm)(a < b), a, b); }
 INLINE vf vf_abs(vf x) { return (vf)((vm)x & ~(vm)vf_set1((real)-0.0)); }
+#ifdef HAS_LANES
+#define LANE(i) NEON(vdupq_laneq)(v, (i) % LANES) /* a constant */
+INLINE vf vf_lane(vf v, int i) { return i < 2 ? i < 1 ? LANE(0) : LANE(1) : i < 3 ? LANE(2) : LANE(3); }
+#endif
 INLINE vf vf_scale2(vf x, vf n) {
+#ifdef NEON
+    const vi whole = NEON_INTEGERS(n); /* defined for any n */
+#else
     /* for NaN and n out of range the exponent does not matter, but the conversion must not be undefined behaviour */
     const vf limit = vf_set1((real)REAL_BIAS);
-    vf inside = vf_select(vm_and(vf_lt(-limit, n), vf_lt(n, limit)), n, (vf){0});
-    vi e = __builtin_convertvector(inside, vi) + REAL_BIAS;
-    return x * (vf)(e << REAL_MANT);
+    const vf inside = vf_select(vm_and(vf_lt(-limit, n), vf_lt(n, limit)), n, (vf){0});
+    const vi whole = __builtin_convertvector(inside, vi);
+#endif
+    return x * (vf)(((v_bits)whole + REAL_BIAS) << REAL_MANT);
 }
 INLINE vf vf_scale2_unless(vm m, vf x, vf n) { return (vf)((vm)vf_scale2(x, n) & ~m); }
 INLINE void vf_transpose(vf v[LANES]) {
@@ -181,7 +204,7 @@ INLINE vu vw_low(vw a) { return a.low; }
 INLINE vm vu_lt(vu a, vu b) { return __builtin_convertvector(a < b, vm); }
 INLINE vm vu_eq(vu a, vu b) { return __builtin_convertvector(a == b, vm); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
-    vu digits;
+    vu digits = {0}; /* as in vf_swap_pairs */
     EACH_LANE(i) {
         uint32_t word = words[digit_word(r + i)];
         digits[i] = ((r + i) >> 3) & 1 ? word >> 16 : word & 0xffff;

@@ -120,10 +120,10 @@ static void score_panel(const struct tile *t, int v) {
 }
 
 /* The chains of weights that are computed together: their sums and exponentials stay in registers. */
-#if REGISTERS < 32 && !defined(BF16_PRODUCTS)
-#define CHAINS_AT_ONCE 2
-#else
+#if defined(BF16_PRODUCTS) || (REGISTERS >= 32 && !defined(FEW_CHAINS_AT_ONCE))
 #define CHAINS_AT_ONCE CATTN_SUM_CHAINS
+#else
+#define CHAINS_AT_ONCE 2
 #endif
 
 /* The weights of CHAINS_AT_ONCE keys from key k on; pairs only of all chains. */
