@@ -137,7 +137,7 @@ struct cattn_rounded_keys {
     int64_t kv_heads, n_pieces;
 };
 
-/* Whether enough queries read each key that a copy is worth its time. */
+/* Whether each key is read by enough queries to be worth copying. */
 bool cattn_rounds_keys(const struct cattn_attention_params *params);
 
 /* Makes the copies. *rounded is NULL if there is no memory for them: then the call is computed without. Free it after

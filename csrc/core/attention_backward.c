@@ -80,7 +80,7 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
         rows[r] = cattn_tensor_at(p, bias, start + (step->block * CATTN_TILE_ROWS + r) * bias->row + first_key);
 }
 
-/* Points the rows at an output that is no half although the other tensors are. */
+/* For halves: reads the float32 output of the forward pass that the caller kept, not the rounded one. */
 static void set_up_plain_out(const struct cattn_attention_params *p, struct cattn_backward *b, const struct step *step,
                              int64_t first_row) {
     b->out_storage = CATTN_STORED_PLAIN;

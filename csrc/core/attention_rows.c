@@ -147,7 +147,7 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
                 rows->scratch.drop_bits + (cattn_size)r * cattn_dropout_stream_row_bytes(p->seqlen_k);
 }
 
-/* One number of a tensor that has one a head, in the call's dtype. */
+/* Reads the number of a head (slopes, sinks). */
 static double number_at(const struct cattn_attention_params *p, const struct cattn_tensor *numbers, int64_t offset) {
     const void *number = cattn_tensor_at(p, numbers, offset);
     return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;

@@ -114,7 +114,7 @@ struct dropout_job {
 /* Halves are widened, computed and narrowed in pieces of this; whole runs of Philox counters. */
 #define WIDE_PIECE 1024
 
-/* A run of a row in the type of the computation. drawn: its mask from PyTorch's generator; NULL: Philox. */
+/* Drops elements of part of a row. `drawn` is the mask from PyTorch's generator, or NULL to draw by Philox here. */
 static void drop_plain(const struct dropout_job *job, const struct cattn_dropout_row *row, const uint8_t *drawn) {
     if (drawn)
         job->kernels->torch_drop(row->n, row->x, row->x_stride, drawn, row->keep_scale, row->out, row->out_stride);

@@ -73,7 +73,7 @@ static struct cattn_state_columns state_at(const struct cattn_linear_attention_p
 /* Numbers that are cleared between two polls. */
 #define CLEARED 1000000
 
-/* The rows of tokens without effect, from `first` on, become 0; `element` bytes a number. */
+/* Zeroes the outputs after the end of a sequence, from row `first` on; `element` bytes a number. */
 static void clear_rows(struct cattn_strided out, int64_t n_heads, int64_t first, int64_t end, int64_t n_columns,
                        size_t element, struct cattn_worker *worker) {
     const int64_t together = out.col == 1 ? n_columns : 1; /* elements side by side */

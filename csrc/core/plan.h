@@ -62,7 +62,7 @@ int64_t cattn_plan_acc_cols(const struct cattn_attention_params *params);
 bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor,
                        enum cattn_storage quantized);
 
-/* The keys that a query sees, at most. */
+/* An upper bound of the number of keys that one query sees. */
 int64_t cattn_plan_most_keys(const struct cattn_attention_params *params);
 
 /* Whether the dropout bits come from a serial stream. It draws nothing for an empty call. */

@@ -93,8 +93,8 @@ static void integers(const uint32_t *words, int64_t n, uint64_t range, int64_t b
 /* The number of 53-bit integers k with k 2^-53 < p. */
 static uint64_t threshold_of(double p) { return (uint64_t)ceil(p * 0x1p53); }
 
-/* With one probability for all, 53 bits decide in either dtype; with an array, numbers of its dtype. That array may be
- * `out` itself. */
+/* If p is a number, 53 random bits decide, as in PyTorch; if p is an array, a uniform number of its dtype does. p and
+ * out may be the same array. */
 static void bernoulli(const struct cattn_torch_fill *f, const uint32_t *words, int64_t at, int64_t n) {
     float *const singles = (float *)f->out + at;
     double *const doubles = (double *)f->out + at;

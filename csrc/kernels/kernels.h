@@ -513,7 +513,7 @@ struct cattn_product {
     int64_t depth, n_b;
     /* element (i, j) of C is at i * out_a + j * out_b; the bias at i * bias_a + j * bias_b, in the table's own type */
     enum cattn_storage out_storage;
-    bool streams; /* in tiles: C is so large that its cache lines bypass the caches where they are whole */
+    bool streams; /* tiles: store whole cache lines of C with streaming stores */
     void *out;
     int64_t out_a, out_b;
     const void *bias; /* or NULL */

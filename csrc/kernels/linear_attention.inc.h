@@ -66,7 +66,7 @@ INLINE real one_nan(real x) { return isnan(x) ? CANONICAL_NAN : x; }
 /* Rows of d_k numbers. Row 0 of keys and factors belongs to the token before the block, whose update is pending. */
 struct token_block {
     real *key, *factor;          /* [1 + CATTN_STATE_TOKENS]; factors only of a decay by rows */
-    real *read_key, *read_query; /* [tokens], [query][tokens]: by which the state before its decay is read */
+    real *read_key, *read_query; /* [tokens], [query][tokens]: times the decay, which saves decaying the state first */
     real *query;
     real number[1 + CATTN_STATE_TOKENS]; /* the factor of the state, 1 with a decay by rows */
     real *dot;                           /* [query][tokens]: the products of query and key */

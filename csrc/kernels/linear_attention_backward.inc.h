@@ -44,7 +44,7 @@ INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column,
                            pass_function *run) {
     struct cattn_state_columns forward = g->forward;
     const struct cattn_state_columns *s = &forward;
-    forward.n_queries = 0; /* nothing is read but by the keys */
+    forward.n_queries = 0; /* only the keys' sums are needed here */
     struct token_block b = token_block(s);
     struct strip strip = begin_strip(s, column, n_columns, w);
     vf update[STRIP], retrieved[STRIP], read[STRIP];
@@ -78,7 +78,7 @@ INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column,
     }
 }
 
-/* What a step back reads of a token, and of the token after it, whose update is pending. */
+/* Inputs of one backward step: the token's own, and those of the next token, whose update has not been applied yet. */
 struct step_back {
     const real *query, *key, *last_key, *last_factor;
     real last_number;
@@ -273,7 +273,7 @@ static void read_columns(const struct cattn_state_gradient *g, const struct colu
     }
 }
 
-/* Numbers of a row of d_k for the lanes, 0 after its end; `n` rows are left. */
+/* Loads one vector of a row of length d_k, with zeros after its end; `n` rows are left. */
 INLINE void load_lanes(const real *row, int64_t n, vf *v) {
     UNROLLED(j, ROW_STRIP) {
         const int64_t left = n - j * LANES;

@@ -1,7 +1,7 @@
 /* product_terms.inc.h -- the terms of a product of two matrices, their places in packed operands, and the results.
  *
- * A term is the product of two elements. In the tables for products of bfloat16 it is the product of two pairs of
- * elements, which are neighbours in memory. All terms fill a lane.
+ * A term is what one instruction adds to one lane: the product of two elements, or in the tables for products of
+ * bfloat16 of two pairs of elements, which are neighbours in memory.
  */
 
 #ifdef BF16_PRODUCTS

@@ -3,7 +3,9 @@
  * kernels_table.c is compiled with REAL_BITS 32 and 64, and includes the simd_*.h of its instruction set, which defines
  * LANES and the names below. Vectors take + - * directly. Everything else goes through these names,
  * because casts, comparisons, ?: and v[i] mean different things on float, GNU vectors and __m512.
- *
+ */
+/* clang-format off: a table */
+/*
  *   real  vf           element, vector of LANES elements
  *   vm                 one truth value per lane
  *   vh                 LANES 16-bit halves; only where real is float
@@ -49,11 +51,13 @@
  *                                         Defined as vf_half_bf16 is; then these conversions are quick, too
  *
  *   vu_of_vf(v)  vf_of_vu(a)  vu_shl16(a) the same bits, and 32-bit integers moved left; only where real is float
- *   vf_pair_dot(a, b, c)                  the instruction of bf16_products.inc.h. HAS_PAIR_DOT is defined if there is
- * one vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs.
- * HAS_BF16_ROUNDING is defined if there are instructions for them vu_rounded(low, high)                 pairs of the
- * elements of low, then of high vu_joined(low, high)                  the bits of low, then of high, as they would lie
- * in memory FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
+ *   vf_pair_dot(a, b, c)                  the instruction of bf16_products.inc.h
+ *   HAS_PAIR_DOT                          defined if there is one
+ *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs
+ *   HAS_BF16_ROUNDING                     defined if there are instructions for them
+ *   vu_rounded(low, high)                 pairs of the elements of low, then of high
+ *   vu_joined(low, high)                  the bits of low, then of high, as they would lie in memory
+ *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
  *
  *   vu_half_pairs(p)                      pairs of the elements i and i + LANES of 2 LANES halves. HAS_HALF_PAIRS is
  *                                         defined if there is an instruction for them
@@ -69,6 +73,7 @@
  * The bit contract requires of a header: vf_fma rounds once, results in the normal range are IEEE's, nothing flushes
  * subnormals, vf_scale2 is exact wherever the result is normal.
  */
+/* clang-format on */
 #ifndef CATTN_SIMD_H
 #define CATTN_SIMD_H
 

@@ -44,8 +44,8 @@ struct tile {
     struct row_chains chains[CATTN_TILE_ROWS];
     uint8_t next[CATTN_TILE_ROWS];
     bool has_holes[N_VECTORS];
-    bool has_chains;                                    /* some extent lacks chains, or a vector or group has holes */
-    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS]; /* lo and hi as reals, for vectors; exact in either type */
+    bool has_chains;                                        /* some row hides keys between keys that it sees */
+    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi as reals, for vectors; exact in either type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* only with slopes; position relative to k0 */
 };
 

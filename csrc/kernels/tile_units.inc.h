@@ -317,7 +317,7 @@ static vf weighted_sum(const struct tile *t, int r, int64_t c, struct half_group
             const vf w = vf_half(pairs, i / TILE), v = vf_set1(left_term(left_at(values, k * group + c * GROUP), i));
             vf longer = chain[i / TILE];
             products_begin();
-            keep_sum(&longer); /* the compiler may not multiply before the mode is set */
+            keep_sum(&longer); /* keeps the compiler from moving products before the change of mode */
             longer = flushed_fma(w, v, longer);
             keep_sum(&longer);
             products_end();
