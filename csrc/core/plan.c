@@ -88,23 +88,31 @@ struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_
     uint32_t *drops = cattn_carve(arena, 2 * n_lanes * sizeof *drops);
     if (!rows)
         return NULL;
-#define NEXT_ARRAY(array) (array = (void *)memory, memory += n_rows * sizeof(int64_t))
-    NEXT_ARRAY(rows->lo);
-    NEXT_ARRAY(rows->hi);
-    NEXT_ARRAY(rows->query);
-    NEXT_ARRAY(rows->mask);
-    NEXT_ARRAY(rows->block_mask);
-    NEXT_ARRAY(rows->bias[0]);
-    NEXT_ARRAY(rows->bias[1]);
-    NEXT_ARRAY(rows->position);
-    NEXT_ARRAY(rows->slope);
-    NEXT_ARRAY(rows->sink);
-    NEXT_ARRAY(rows->drop_bits);
-    NEXT_ARRAY(rows->out);
-    NEXT_ARRAY(rows->lse);
-    NEXT_ARRAY(rows->weights);
-    NEXT_ARRAY(rows->weights_out);
+#define PER_ROW(A)                                                                                                     \
+    A(lo)                                                                                                              \
+    A(hi)                                                                                                              \
+    A(query)                                                                                                           \
+    A(mask)                                                                                                            \
+    A(block_mask)                                                                                                      \
+    A(bias[0])                                                                                                         \
+    A(bias[1])                                                                                                         \
+    A(position)                                                                                                        \
+    A(slope)                                                                                                           \
+    A(sink)                                                                                                            \
+    A(drop_bits)                                                                                                       \
+    A(out)                                                                                                             \
+    A(lse)                                                                                                             \
+    A(weights)                                                                                                         \
+    A(weights_out)
+#define ONE(array) +1
+    _Static_assert(PER_ROW(ONE) == N_ARRAYS, "each array of struct cattn_per_row has its memory here");
+#define NEXT_ARRAY(array)                                                                                              \
+    rows->array = (void *)memory;                                                                                      \
+    memory += n_rows * sizeof(int64_t);
+    PER_ROW(NEXT_ARRAY)
 #undef NEXT_ARRAY
+#undef ONE
+#undef PER_ROW
     rows->drop_position = drops;
     rows->drop_head = drops + n_lanes;
     return rows;
