@@ -75,7 +75,11 @@ OTHERS = (*OTHERS, ">f4", ">f8", ">i8", ml_dtypes.float8_e5m2, ml_dtypes.float8_
 ONES = np.ones((2, 3), np.float32)
 # Functions that take their arguments by position only, and have no name of their own.
 IN_ORDER: dict[str, tuple[Any, dict[str, Any]]] = {
-    "softmax_backward": (_cattn.softmax_backward, {"grad_out": ONES, "weights": ONES, "scale": 1.0, "out": None}),
+    "linear_attention_backward": (
+        _cattn.linear_attention_backward,
+        dict.fromkeys(("grad_out", "grad_state", "query", "key", "value"), ONES)
+        | dict.fromkeys(("decay", "beta", "state", "scale", "seq_lengths", "cu_seqlens", "layout")),
+    ),
 }
 
 

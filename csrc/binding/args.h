@@ -71,7 +71,7 @@ void cattn_freeze(PyArrayObject *array, const char *name, struct cattn_array *fr
 PyArrayObject *cattn_new_array(int nd, const int64_t *dims, int type);
 PyArrayObject *cattn_new_zeros(int nd, const int64_t *dims, int type);
 /* A new array that begins at a cache line, in the memory of another one: for states, which are read and written again
- * for every token. All bytes and a line are a number of Python. */
+ * for every token. The size in bytes plus one cache line fits into Py_ssize_t. */
 enum { CATTN_LINE = 64 };
 PyArrayObject *cattn_new_at_line(int nd, const int64_t *dims, int type);
 /* A new array of int64 for the integers of another one, in the order of a walk: an axis that repeats has size 1. */
@@ -104,6 +104,10 @@ enum cattn_mask_kind {
     CATTN_MASK_BIAS, /* float only */
     CATTN_MASK_BOOL  /* bool only */
 };
+/* A boolean mask of any shape. */
+PyArrayObject *cattn_arg_bools(struct binding_state *state, PyObject *object, const char *name);
+/* It must broadcast to the shape of the scores. */
+bool cattn_check_mask(const struct cattn_array *mask, enum cattn_mask_kind kind, int nd, const int64_t *dims);
 /* A mask or bias that broadcasts to dims. Its type is NPY_BOOL or `type`. */
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const int64_t *dims);
@@ -116,8 +120,6 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 /* ---- strides in elements ---- */
 /* cattn_view of an array. */
 void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
-/* cattn_view_rows of an array. */
-void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
 
 /* ---- lengths and packed sequences ---- */
 
@@ -232,13 +234,11 @@ bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_out
                              const struct cattn_output *b, const char *name_b);
 /* Copies a temporary, if there is one, into the caller's array. */
 bool cattn_output_finish(struct cattn_output *output);
-/* The result of a function with a state: the output, or with `returns_state` a LinearAttentionOutput. Copies
- * temporaries; `state_out` may be empty. */
-PyObject *cattn_outputs_with_state(struct binding_state *state, struct cattn_output *out,
-                                   struct cattn_output *state_out, bool returns_state);
 /* The array that the user gets, a new reference. */
 PyObject *cattn_output_result(const struct cattn_output *output);
 void cattn_output_clear(struct cattn_output *output);
+/* Copies a finished result into the caller's array, with the checks of every out=; a new reference to it. */
+PyObject *cattn_output_store(struct binding_state *state, PyObject *result, PyObject *out);
 /* The end of a function with one output: returns it if it is computed, else NULL, and releases all arrays. */
 PyObject *cattn_output_end(bool computed, struct cattn_output *output, PyArrayObject *const *inputs, int n_inputs);
 
@@ -255,27 +255,5 @@ void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
 /* Calls into the core, with the GIL if the call is `brief`, else without it; `poll` is the member of `params`. */
 enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
                                 const void *params);
-
-/* Defines run(params, result) for a row-wise function of the core: with the GIL if the result has few elements. */
-#define CATTN_DEFINE_RUN(run, function, params_type)                                                                   \
-    static enum cattn_status run##_compute(const void *params) { return function(params); }                            \
-    static bool run(struct params_type *params, PyArrayObject *result) {                                               \
-        const bool brief = PyArray_SIZE(result) <= CATTN_GIL_ELEMENTS;                                                 \
-        params->num_threads = cattn_get_num_threads();                                                                 \
-        return cattn_error_status(cattn_compute(brief, &params->poll, run##_compute, params));                         \
-    }
-
-/* ---- row-wise functions ---- */
-
-/* cattn_freeze of an array of rows: one without axes is one element in a row. Returns the number of its own axes. */
-int cattn_freeze_rows(PyArrayObject *array, const char *name, struct cattn_array *frozen);
-/* Fills in what the params of all these functions have, for rows along an axis of a frozen array. */
-#define CATTN_FILL_ROWS(params, array, type, axis)                                                                     \
-    ((params)->dtype = cattn_arg_dtype(type), (params)->n_batch_dims = (array)->nd - 1,                                \
-     (params)->n_cols = (array)->dims[axis],                                                                           \
-     (params)->n_rows = cattn_take_rows((array)->nd, (array)->dims, axis, (params)->batch_shape))
-/* Copies the sizes of all axes but one, and returns the number of rows along that one: 0 in an empty array, whose other
- * sizes may have a product that is too large. */
-int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape);
 
 #endif

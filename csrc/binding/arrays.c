@@ -212,17 +212,6 @@ bool cattn_freeze_unchanged(PyArrayObject *array, int type, const char *names, c
     return true;
 }
 
-int cattn_freeze_rows(PyArrayObject *array, const char *name, struct cattn_array *frozen) {
-    cattn_freeze(array, name, frozen);
-    const int own = frozen->nd;
-    if (own == 0) {
-        frozen->nd = 1;
-        frozen->dims[0] = 1;
-        frozen->strides[0] = 0;
-    }
-    return own;
-}
-
 int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names) {
     int type = -1;
     bool unlike = false; /* both float16 and bfloat16 */
@@ -298,9 +287,13 @@ static PyArrayObject *find_mask(struct binding_state *state, PyObject *object, c
     return converted(helpers[kind], object, name, floating ? type : NPY_BOOL, boolean ? NPY_BOOL : type);
 }
 
+PyArrayObject *cattn_arg_bools(struct binding_state *state, PyObject *object, const char *name) {
+    return find_mask(state, object, name, CATTN_MASK_BOOL, NPY_BOOL);
+}
+
 PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
                                    const int64_t *dims, const char *meaning) {
-    PyArrayObject *mask = find_mask(state, object, name, CATTN_MASK_BOOL, NPY_BOOL);
+    PyArrayObject *mask = cattn_arg_bools(state, object, name);
     if (mask == NULL)
         return NULL;
     struct cattn_array frozen;
@@ -310,20 +303,24 @@ PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object
     return mask;
 }
 
+bool cattn_check_mask(const struct cattn_array *mask, enum cattn_mask_kind kind, int nd, const int64_t *dims) {
+    char hint[256] = "";
+    if (cattn_broadcasts(mask, nd, dims))
+        return true;
+    find_mask_hint(hint, sizeof hint, mask, kind, nd, dims);
+    return cattn_check_broadcast(cattn_python, mask, nd, dims, "the scores' shape", hint);
+}
+
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const int64_t *dims) {
     PyArrayObject *mask = find_mask(state, object, name, kind, type);
     if (mask == NULL)
         return NULL;
     struct cattn_array frozen;
-    char hint[256] = "";
     cattn_freeze(mask, name, &frozen);
-    if (cattn_broadcasts(&frozen, nd, dims))
-        return mask;
-    find_mask_hint(hint, sizeof hint, &frozen, kind, nd, dims);
-    cattn_check_broadcast(cattn_python, &frozen, nd, dims, "the scores' shape", hint);
-    Py_DECREF((PyObject *)mask);
-    return NULL;
+    if (!cattn_check_mask(&frozen, kind, nd, dims))
+        Py_CLEAR(mask);
+    return mask;
 }
 
 /* ---- elements ---- */
@@ -430,18 +427,4 @@ void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_
     struct cattn_array frozen;
     cattn_freeze(array, "", &frozen);
     cattn_view(tensor, &frozen, n_batch_dims, axes);
-}
-
-int64_t cattn_take_rows(int nd, const int64_t *dims, int col_axis, int64_t *batch_shape) {
-    const int64_t count = cattn_count(nd, dims);
-    for (int axis = 0, batch = 0; axis < nd; axis++)
-        if (axis != col_axis)
-            batch_shape[batch++] = dims[axis];
-    return count > 0 ? count / dims[col_axis] : 0;
-}
-
-void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis) {
-    struct cattn_array frozen;
-    cattn_freeze(array, "", &frozen);
-    cattn_view_rows(tensor, &frozen, nd, col_axis);
 }

@@ -33,13 +33,9 @@
     E(attention_statistics, STATISTICS_ARGUMENTS)                                                                      \
     E(varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                                                        \
     E(explain, ATTENTION_ARGUMENTS)                                                                                    \
-    E(softmax, SOFTMAX_ARGUMENTS)                                                                                      \
-    E(masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                                        \
-    E(dropout, DROPOUT_ARGUMENTS)                                                                                      \
     E(causal_mask, CAUSAL_MASK_ARGUMENTS)                                                                              \
     E(linear, LINEAR_ARGUMENTS)                                                                                        \
-    E(linear_attention, LINEAR_ATTENTION_ARGUMENTS)                                                                    \
-    E(causal_conv, CAUSAL_CONV_ARGUMENTS) FUNCTIONS(E)
+    FUNCTIONS(E)
 
 #define ENTRY_POINT_INDEX(name, ...) ENTRY_##name,
 enum { ENTRY_POINTS(ENTRY_POINT_INDEX) CATTN_N_ENTRY_POINTS };
@@ -100,8 +96,6 @@ struct cattn_signature {
     O(heads_first)                                                                                                     \
     O(tokens_first)                                                                                                    \
     O(unnamed_corner)                                                                                                  \
-    O(neg_inf)                                                                                                         \
-    O(renormalize)                                                                                                     \
     O(bits)                                                                                                            \
     O(scale)                                                                                                           \
     O(blocks)                                                                                                          \
@@ -137,11 +131,10 @@ ENTRY_POINTS(ENTRY_POINT_BODY)
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
 
-/* Private functions of the module, for its table of methods. */
+/* The `_cattn._name` functions: a row of the method table each. */
 typedef PyObject *cattn_method(PyObject *module, PyObject *argument);
 typedef PyObject *cattn_fast_method(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-cattn_fast_method cattn_py_softmax_backward, cattn_py_product, cattn_py_linear_attention_backward, cattn_py_store,
-    cattn_py_tensor_of_array;
+cattn_fast_method cattn_py_product, cattn_py_linear_attention_backward, cattn_py_store, cattn_py_tensor_of_array;
 cattn_method cattn_py_array_of_tensor, cattn_py_are_scales, cattn_py_default_scale, cattn_py_probability,
     cattn_py_shown, cattn_py_in_default_mode, cattn_py_get_num_threads, cattn_py_set_num_threads,
     cattn_py_override_num_threads, cattn_py_isa_list, cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path,

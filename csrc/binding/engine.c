@@ -4,15 +4,15 @@
 
 /* ---- the table ---- */
 
-#define ARRAY_ARGUMENT(name, axes, kind, fits, need, view) {#name, ARRAY_ROLE, axes, kind, fits, need, view},
-#define NUMBER_ARGUMENT(name, kind, place) {#name, NUMBER_ROLE, NULL, kind, 0, 0, place},
-#define WORD_ARGUMENT(name, words, place) {#name, WORD_ROLE, words, 0, 0, 0, place},
-#define WISH_ARGUMENT(name) {#name, WISH_ROLE, NULL, 0, 0, 0, NOWHERE},
-#define RESULT_ARGUMENT(name, axes, kind, where, view) {#name, RESULT_ROLE, axes, kind, where, ALWAYS, view},
-#define RETURNED(name, axes, kind, condition, view) {#name, RESULT_ROLE, axes, kind, APART, condition, view},
+#define ARRAY_ARGUMENT(name, axes, kind, fits, need, view) {#name, ARRAY_ROLE, axes, kind, fits, need, view, NULL},
+#define NUMBER_ARGUMENT(name, kind, place) {#name, NUMBER_ROLE, NULL, kind, 0, 0, place, NULL},
+#define WORD_ARGUMENT(name, words, place) {#name, WORD_ROLE, words, 0, 0, 0, place, NULL},
+#define WISH_ARGUMENT(name) {#name, WISH_ROLE, NULL, 0, 0, 0, NOWHERE, NULL},
+#define RESULT_ARGUMENT(name, axes, kind, where, view) {#name, RESULT_ROLE, axes, kind, where, 0, view, NULL},
+#define RETURNED(name, axes, kind, condition, view) {#name, RESULT_ROLE, axes, kind, APART, 0, view, #condition},
 #define NOT_RETURNED(...)
 
-#define FUNCTION_ROWS(name, TABLE, params_of, function, set, ...)                                                      \
+#define FUNCTION_ROWS(name, TABLE, main, params_of, function, set, ...)                                                \
     static const struct cattn_argument name##_arguments[] = {                                                          \
         TABLE(ARRAY_ARGUMENT, NUMBER_ARGUMENT, WORD_ARGUMENT, WISH_ARGUMENT, RESULT_ARGUMENT, NO_SLOT)};               \
     /* and an empty row, because most tables return nothing else */                                                    \
@@ -26,8 +26,9 @@
     static enum cattn_status compute_##name(const void *params) { return function(params); }                           \
     _Static_assert(sizeof(struct cattn_##params_of##_params) <= sizeof(union params), "room for the params");
 #define COUNT_OF(rows) ((int)(sizeof(rows) / sizeof *(rows)))
-#define FUNCTION(name_of, TABLE, params, function, set, ...)                                                           \
+#define FUNCTION(name_of, TABLE, main_of, params, function, set, ...)                                                  \
     [FUNCTION_##name_of] = {.name = #name_of,                                                                          \
+                            .main_name = #main_of,                                                                     \
                             .arguments = name_of##_arguments,                                                          \
                             .n_arguments = COUNT_OF(name_of##_arguments),                                              \
                             .returned = name_of##_returned,                                                            \
@@ -37,14 +38,23 @@
                             __VA_ARGS__},
 
 union params {
+    struct cattn_softmax_params softmax;
+    struct cattn_softmax_backward_params softmax_backward;
+    struct cattn_dropout_memory dropout;
     struct cattn_norm_params norm;
     struct cattn_norm_backward_params norm_backward;
     struct cattn_activation_params activation;
     struct cattn_rope_params rope;
+    struct cattn_conv_params conv;
+    struct cattn_linear_memory linear_attention;
 };
 
+/* For `over_axes`. */
+#define HELPER(name) offsetof(struct binding_state, name)
+
 FUNCTIONS(FUNCTION_ROWS)
-static struct cattn_function functions[N_FUNCTIONS] = {FUNCTIONS(FUNCTION)};
+PRIVATE_FUNCTIONS(FUNCTION_ROWS)
+struct cattn_function cattn_functions[N_FUNCTIONS] = {FUNCTIONS(FUNCTION) PRIVATE_FUNCTIONS(FUNCTION)};
 
 static enum cattn_relation relation_of(const struct cattn_argument *row, const char *main) {
     const bool is_last = row->axes[0] == main[strlen(main) - 1] && row->axes[1] == '\0';
@@ -53,29 +63,51 @@ static enum cattn_relation relation_of(const struct cattn_argument *row, const c
     return is_last ? CATTN_COLUMN : CATTN_OTHER;
 }
 
-static void prepare(struct cattn_function *function) {
-    const char *main = function->arguments[function->main].axes;
+/* Whether the engine reads arrays of this kind. */
+static bool is_taken(int kind) { return kind == STORED || kind == COMPUTED || kind == PROMOTED || kind == BOOLS; }
+
+/* The slot of an argument, or -1 for "NO_MAIN" and "ALWAYS"; -2: there is no such argument. */
+static int find_slot(const struct cattn_function *function, const char *name) {
+    for (int slot = 0; slot < function->n_arguments; slot++)
+        if (strcmp(function->arguments[slot].name, name) == 0)
+            return slot;
+    return strcmp(name, "NO_MAIN") == 0 || strcmp(name, "ALWAYS") == 0 ? -1 : -2;
+}
+
+static bool prepare(struct cattn_function *function) {
+    function->main = find_slot(function, function->main_name);
+    bool is_known = function->main > -2;
+    const char *main = function->main >= 0 ? function->arguments[function->main].axes : "*";
     function->least_axes = (int)strlen(main) - 1; /* without `*` */
+    function->axis = -1;
     for (int i = 0; i < function->n_arguments + function->n_returned; i++) {
         const bool is_argument = i < function->n_arguments;
         const struct cattn_argument *row =
             is_argument ? &function->arguments[i] : &function->returned[i - function->n_arguments];
-        struct cattn_slot slot = {.row = row, .slot = is_argument ? i : -1};
+        struct cattn_slot slot = {.row = row,
+                                  .slot = is_argument ? i : -1,
+                                  .condition = find_slot(function, row->condition != NULL ? row->condition : "ALWAYS")};
+        is_known = is_known && slot.condition > -2;
         if (row->role == ARRAY_ROLE || row->role == RESULT_ROLE)
             slot.relation = relation_of(row, main);
-        if (row->role == ARRAY_ROLE && row->kind < POSITIONS)
+        if (row->role == ARRAY_ROLE && is_taken(row->kind))
             function->arrays[function->n_arrays++] = slot;
         else if (row->role == RESULT_ROLE)
             function->results[function->n_results++] = slot;
-        else if (row->role != ARRAY_ROLE && row->place != NOWHERE)
+        else if (row->role == WISH_ROLE || (row->role != ARRAY_ROLE && row->place != NOWHERE))
             function->numbers[function->n_numbers++] = slot;
+        else if (row->role == NUMBER_ROLE && (row->kind == AXIS || row->kind == AXES))
+            function->axis = i;
     }
+    return is_known ||
+           cattn_raise(PyExc_SystemError, "the row of %s names an argument that its table lacks", function->name);
 }
 
-void cattn_prepare_functions(void) {
+bool cattn_prepare_functions(void) {
     for (int i = 0; i < N_FUNCTIONS; i++)
-        if (functions[i].n_arrays == 0) /* another module of the process may have done it */
-            prepare(&functions[i]);
+        if (cattn_functions[i].n_results == 0 && !prepare(&cattn_functions[i])) /* once in a process */
+            return false;
+    return true;
 }
 
 /* ---- take ---- */
@@ -87,7 +119,8 @@ static bool take_arrays(struct cattn_function_call *call) {
         PyObject *object = call->args[slot->slot];
         if (slot->row->need == OPTIONAL && object == Py_None)
             continue;
-        PyArrayObject *array = cattn_arg_floats(call->state, object, slot->row->name);
+        PyArrayObject *array = slot->row->kind == BOOLS ? cattn_arg_bools(call->state, object, slot->row->name)
+                                                        : cattn_arg_floats(call->state, object, slot->row->name);
         if (array == NULL)
             return false;
         call->slots[call->n_arrays] = slot;
@@ -141,7 +174,8 @@ static __attribute__((noinline)) bool convert(struct cattn_function_call *call) 
         call->type = NPY_FLOAT;
     }
     for (int i = 0; i < call->n_arrays; i++)
-        if (!cattn_arg_widen(call->state, &call->arrays[i], type_of(call, call->slots[i]->row)))
+        if (call->slots[i]->row->kind != BOOLS &&
+            !cattn_arg_widen(call->state, &call->arrays[i], type_of(call, call->slots[i]->row)))
             return false;
     return true;
 }
@@ -150,30 +184,60 @@ static bool promote(struct cattn_function_call *call) {
     call->type = PyArray_TYPE(call->arrays[0]);
     bool alike = call->type == NPY_FLOAT || call->type == NPY_DOUBLE;
     for (int i = 1; i < call->n_arrays; i++)
-        alike = alike && PyArray_TYPE(call->arrays[i]) == call->type;
+        alike = alike && (PyArray_TYPE(call->arrays[i]) == call->type || call->slots[i]->row->kind == BOOLS);
     return alike || convert(call);
 }
 
 /* ---- freeze and check ---- */
+
+struct cattn_array *cattn_frozen(const struct cattn_function_call *call, int slot) {
+    for (int i = 0; i < call->n_arrays; i++)
+        if (call->slots[i]->slot == slot)
+            return &call->frozen[i];
+    return NULL;
+}
+
+static bool find_axis(struct cattn_function_call *call, PyObject *object) {
+    const int nd = call->main->nd;
+    PyObject *index = PyLong_CheckExact(object) ? Py_NewRef(object) : cattn_arg_index(object, "axis");
+    if (index == NULL)
+        return false;
+    const Py_ssize_t axis = PyLong_AsSsize_t(index);
+    const bool is_far = axis == -1 && PyErr_Occurred() != NULL; /* it does not fit a Py_ssize_t */
+    const bool fits = !is_far && axis >= -nd && axis < nd;
+    if (is_far)
+        PyErr_Clear();
+    PyObject *shown = fits ? NULL : cattn_shown(index);
+    if (shown != NULL)
+        PyErr_Format(PyExc_ValueError, "axis %U is out of bounds for %s with %d dimensions", shown, call->main->name,
+                     call->own_nd);
+    Py_XDECREF(shown);
+    Py_DECREF(index);
+    call->axis = (int)(axis < 0 ? axis + nd : axis);
+    return fits;
+}
 
 static bool freeze(struct cattn_function_call *call) {
     const struct cattn_function *function = call->function;
     struct cattn_array *main = NULL;
     for (int i = 0; i < call->n_arrays; i++) {
         const struct cattn_argument *row = call->slots[i]->row;
-        if (!cattn_freeze_unchanged(call->arrays[i], type_of(call, row), row->name, row->name, &call->frozen[i]))
+        /* Python code may have run since an array was taken, if there are several */
+        if (call->n_arrays > 1 && !cattn_arg_unchanged(call->arrays[i], type_of(call, row), row->name))
             return false;
+        cattn_freeze(call->arrays[i], row->name, &call->frozen[i]);
         if (call->slots[i]->slot == function->main)
             main = &call->frozen[i];
     }
     call->main = main;
-    call->own_nd = main->nd;
-    if (main->nd >= function->least_axes && main->nd > 0) {
-        call->axis = main->nd - 1;
+    if (main == NULL)
         return true;
-    }
-    call->axis = 0;
-    return cattn_check_main(cattn_python, &function->arguments[function->main], main);
+    call->own_nd = main->nd;
+    if ((main->nd < function->least_axes || main->nd == 0) &&
+        !cattn_check_main(cattn_python, &function->arguments[function->main], main))
+        return false;
+    call->axis = main->nd - 1;
+    return function->axis < 0 || find_axis(call, call->args[function->axis]);
 }
 
 /* Checks the arrays against the main one, and fills in what the params have of them. */
@@ -181,16 +245,23 @@ static bool check(struct cattn_function_call *call) {
     const struct cattn_function *function = call->function;
     const struct cattn_places *places = &function->places;
     char *const params = call->params;
+    CATTN_AT(enum cattn_dtype, params, places->dtype) = cattn_arg_dtype(call->type);
+    if (places->storage != NOWHERE)
+        CATTN_AT(enum cattn_storage, params, places->storage) = cattn_arg_storage(call->type);
+    if (call->main == NULL)
+        return true;
     for (int i = 0; i < call->n_arrays; i++) {
         const struct cattn_array *array = &call->frozen[i];
         const enum cattn_relation relation = call->slots[i]->relation;
+        if (relation == CATTN_OTHER)
+            continue;
         if (array != call->main && !cattn_check_relation(cattn_python, relation, array, call->main, call->own_nd))
             return false;
-        cattn_view_related(places, relation, call->main, call->axis, array, params + call->slots[i]->row->place);
+        if (relation == CATTN_SPREAD && !cattn_check_mask(array, CATTN_MASK_BOOL, call->main->nd, call->main->dims))
+            return false;
+        cattn_view_related(places, relation, call->main, call->axis, array,
+                           &CATTN_AT(struct cattn_tensor, params, call->slots[i]->row->place));
     }
-    *(enum cattn_dtype *)(void *)(params + places->dtype) = cattn_arg_dtype(call->type);
-    if (places->storage != NOWHERE)
-        *(enum cattn_storage *)(void *)(params + places->storage) = cattn_arg_storage(call->type);
     cattn_fill_sizes(places, call->main, call->axis, params);
     return true;
 }
@@ -212,20 +283,27 @@ static bool error_word(const struct cattn_argument *row, PyObject *object) {
     return cattn_error_value(object, "%s must be %s", row->name, wanted);
 }
 
+/* Whether a word of a row, up to its end or |, is the text; else *word is the next one, or NULL. */
+static bool is_word(const char **word, const char *text, Py_ssize_t length) {
+    const char *at = *word;
+    Py_ssize_t n = 0;
+    while (n < length && at[n] == text[n] && at[n] != '|' && at[n] != '\0')
+        n++;
+    if (n == length && (at[n] == '|' || at[n] == '\0'))
+        return true;
+    *word = strchr(at + n, '|');
+    *word = *word != NULL ? *word + 1 : NULL;
+    return false;
+}
+
 static bool take_word(const struct cattn_argument *row, PyObject *object, int *index) {
     Py_ssize_t length = 0;
     const char *given = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    if (given == NULL)
-        PyErr_Clear(); /* of a str that is no text */
     *index = 0;
-    for (const char *word = row->axes; given != NULL; (*index)++) {
-        const size_t n = strcspn(word, "|");
-        if (n == (size_t)length && memcmp(word, given, n) == 0)
+    for (const char *word = row->axes; given != NULL && word != NULL; (*index)++)
+        if (is_word(&word, given, length))
             return true;
-        if (word[n] == '\0')
-            break;
-        word += n + 1;
-    }
+    PyErr_Clear(); /* of a str that is no text */
     return error_word(row, object);
 }
 
@@ -248,8 +326,14 @@ static bool take_numbers(struct cattn_function_call *call) {
         const struct cattn_argument *row = function->numbers[i].row;
         PyObject *object = call->args[function->numbers[i].slot];
         void *place = (char *)call->params + row->place;
-        if (row->role == NUMBER_ROLE ? !take_number(call, row, object, place) : !take_word(row, object, place))
+        bool wish;
+        if (row->role == WISH_ROLE) {
+            if (!cattn_arg_flag(object, row->name, &wish))
+                return false;
+            call->wishes |= (unsigned)wish << function->numbers[i].slot;
+        } else if (row->role == NUMBER_ROLE ? !take_number(call, row, object, place) : !take_word(row, object, place)) {
             return false;
+        }
     }
     return true;
 }
@@ -271,46 +355,68 @@ static bool make_result(struct cattn_function_call *call, const struct cattn_slo
     const struct cattn_array *main = call->main;
     const bool is_column = slot->relation == CATTN_COLUMN;
     struct cattn_array frozen;
-    const struct cattn_output_spec spec = {.name = row->name,
-                                           .type = type_of(call, row),
-                                           .nd = is_column ? 1 : call->own_nd,
-                                           .dims = is_column ? &main->dims[main->nd - 1] : main->dims,
-                                           .inputs = call->arrays,
-                                           .n_inputs = call->n_arrays,
-                                           .in_place = row->fits == IN_PLACE ? overwritten(call, given) : NULL};
+    struct cattn_output_spec spec = {.name = row->name,
+                                     .type = type_of(call, row),
+                                     .nd = is_column ? 1 : call->own_nd,
+                                     .dims = is_column ? &main->dims[main->nd - 1] : main->dims,
+                                     .inputs = call->arrays,
+                                     .n_inputs = call->n_arrays,
+                                     .in_place = NULL};
+    if (call->half_type != NPY_BOOL)
+        given = NULL; /* it takes the rounded result */
+    if (given != NULL && given != Py_None && row->fits == IN_PLACE)
+        spec.in_place = overwritten(call, given);
     if (!cattn_arg_output(call->state, given, &spec, result))
         return false;
+    if (call->function->places.is_new != NOWHERE)
+        CATTN_AT(bool, call->params, call->function->places.is_new) = result->array != result->given;
     cattn_freeze(result->array, row->name, &frozen);
     cattn_view_related(&call->function->places, slot->relation, main, call->axis, &frozen,
-                       (char *)call->params + row->place);
+                       &CATTN_AT(struct cattn_tensor, call->params, row->place));
     return true;
+}
+
+/* Whether a result is made: its condition is a wish that is true, or an array that is given. */
+static bool is_wanted(const struct cattn_function_call *call, int condition) {
+    if (condition < 0)
+        return true;
+    const bool is_wish = call->function->arguments[condition].role == WISH_ROLE;
+    return is_wish ? (call->wishes >> condition & 1) != 0 : call->args[condition] != Py_None;
+}
+
+static PyObject *given_for(const struct cattn_function_call *call, int result) {
+    const int slot = call->function->results[result].slot;
+    return slot >= 0 ? call->args[slot] : NULL;
 }
 
 static bool make_results(struct cattn_function_call *call) {
     const struct cattn_function *function = call->function;
     for (int i = 0; i < function->n_results; i++) {
         const struct cattn_slot *slot = &function->results[i];
-        const int condition = slot->row->need;
         call->results[i] = (struct cattn_output){NULL, NULL};
         call->n_results = i + 1;
-        if ((condition == ALWAYS || call->args[condition] != Py_None) &&
-            !make_result(call, slot, slot->slot >= 0 ? call->args[slot->slot] : NULL, &call->results[i]))
+        if (slot->relation != CATTN_OTHER && call->main != NULL && is_wanted(call, slot->condition) &&
+            !make_result(call, slot, given_for(call, i), &call->results[i]))
             return false;
     }
     return true;
 }
 
-static bool run(struct cattn_function_call *call) {
+bool cattn_run_core(struct cattn_function_call *call) {
     const struct cattn_function *function = call->function;
     char *const params = call->params;
-    const bool brief = PyArray_SIZE(call->results[0].array) <= CATTN_GIL_ELEMENTS;
-    *(int *)(void *)(params + function->places.num_threads) = cattn_get_num_threads();
-    struct cattn_poll *poll = (struct cattn_poll *)(void *)(params + function->places.poll);
+    const bool brief = function->work != NULL ? function->work(params) <= CATTN_GIL_WORK
+                                              : PyArray_SIZE(call->results[0].array) <= CATTN_GIL_ELEMENTS;
+    CATTN_AT(int, params, function->places.num_threads) = cattn_get_num_threads();
+    struct cattn_poll *poll = &CATTN_AT(struct cattn_poll, params, function->places.poll);
     return cattn_error_status(cattn_compute(brief, poll, function->compute, call->params));
 }
 
-/* A result, rounded if its inputs were widened; a new reference. */
-static PyObject *finish(struct cattn_function_call *call, struct cattn_output *result) {
+/* A result, a new reference: rounded if its inputs were widened. */
+static PyObject *finish(struct cattn_function_call *call, int i) {
+    struct cattn_output *result = &call->results[i];
+    if (result->array == NULL)
+        return Py_NewRef(Py_None);
     if (call->half_type == NPY_BOOL)
         return cattn_output_finish(result) ? cattn_output_result(result) : NULL;
     PyArray_Descr *descr = PyArray_DescrFromType(call->half_type);
@@ -320,18 +426,27 @@ static PyObject *finish(struct cattn_function_call *call, struct cattn_output *r
     PyObject *rounded = PyObject_CallFunction(call->state->rounded, "OO", (PyObject *)result->array, (PyObject *)descr);
     cattn_fp_leave(mode);
     Py_DECREF((PyObject *)descr);
-    return rounded;
+    PyObject *given = given_for(call, i);
+    if (rounded == NULL || given == NULL || given == Py_None)
+        return rounded;
+    PyObject *stored = cattn_output_store(call->state, rounded, given);
+    Py_DECREF(rounded);
+    return stored;
 }
 
-/* The result, or a tuple of several, with None for one that there is not. */
+/* The result, or a tuple of several: without one that nobody wished, and with None for one whose array is absent. */
 static PyObject *build(struct cattn_function_call *call) {
-    const int n = call->n_results;
+    int wanted[CATTN_MOST_RESULTS], n = 0;
+    for (int i = 0; i < call->n_results; i++) {
+        const int condition = call->function->results[i].condition;
+        if (call->results[i].array != NULL || call->function->arguments[condition].role != WISH_ROLE)
+            wanted[n++] = i;
+    }
     if (n == 1)
-        return finish(call, &call->results[0]);
+        return finish(call, wanted[0]);
     PyObject *all = PyTuple_New(n);
     for (int i = 0; all != NULL && i < n; i++) {
-        struct cattn_output *output = &call->results[i];
-        PyObject *result = output->array != NULL ? finish(call, output) : Py_NewRef(Py_None);
+        PyObject *result = finish(call, wanted[i]);
         if (result == NULL || PyTuple_SetItem(all, i, result) < 0)
             Py_CLEAR(all);
     }
@@ -340,12 +455,28 @@ static PyObject *build(struct cattn_function_call *call) {
 
 /* ---- the call ---- */
 
-static PyObject *run_function(struct binding_state *state, PyObject *const *args,
-                              const struct cattn_function *function) {
+/* An `axis` that is no int: the helper merges the axes into one, and calls the function again. */
+static __attribute__((noinline)) PyObject *merge_axes(const struct binding_state *state, PyObject *const *args,
+                                                      const struct cattn_function *function) {
+    PyObject *helper = *(PyObject *const *)(const void *)((const char *)state + function->over_axes);
+    PyObject *all = PyTuple_New(function->n_arguments), *result = NULL;
+    bool packed = all != NULL;
+    for (int slot = 0; packed && slot < function->n_arguments; slot++)
+        packed = PyTuple_SetItem(all, slot, Py_NewRef(args[slot])) == 0;
+    if (packed)
+        result = PyObject_CallObject(helper, all);
+    Py_XDECREF(all);
+    return result;
+}
+
+PyObject *cattn_run_function(struct binding_state *state, PyObject *const *args,
+                             const struct cattn_function *function) {
     union params params;
     struct cattn_array frozen[CATTN_MOST_ARRAYS];
     struct cattn_function_call call;
-    PyObject *result = NULL;
+    PyObject *result;
+    if (function->over_axes != 0 && !PyLong_CheckExact(args[function->axis]))
+        return merge_axes(state, args, function);
     call.state = state;
     call.function = function;
     call.args = args;
@@ -353,22 +484,32 @@ static PyObject *run_function(struct binding_state *state, PyObject *const *args
     call.frozen = frozen;
     call.n_arrays = call.n_results = 0;
     call.half_type = NPY_BOOL;
+    call.wishes = 0;
+    call.draw = NULL;
     call.kept = NULL;
+    call.edges.edges = NULL;
     function->clear(&params);
-    if (take_arrays(&call) && promote(&call) && freeze(&call) && check(&call) && take_numbers(&call) &&
-        (function->settle == NULL || function->settle(&call)) && make_results(&call) && run(&call))
-        result = build(&call);
-    for (int i = 0; i < call.n_arrays; i++)
-        Py_DECREF((PyObject *)call.arrays[i]);
-    for (int i = 0; i < call.n_results; i++)
-        cattn_output_clear(&call.results[i]);
+    const bool computed = take_arrays(&call) && promote(&call) && freeze(&call) && check(&call) &&
+                          take_numbers(&call) && (function->settle == NULL || function->settle(&call)) &&
+                          make_results(&call) && (function->make == NULL || function->make(&call)) &&
+                          (function->run != NULL ? function->run(&call) : cattn_run_core(&call));
+    if (function->n_results == 1 && call.n_results == 1 && call.half_type == NPY_BOOL) {
+        result = cattn_output_end(computed, &call.results[0], call.arrays, call.n_arrays);
+    } else {
+        result = !computed ? NULL : function->build != NULL ? function->build(&call) : build(&call);
+        for (int i = 0; i < call.n_arrays; i++)
+            Py_DECREF((PyObject *)call.arrays[i]);
+        for (int i = 0; i < call.n_results; i++)
+            cattn_output_clear(&call.results[i]);
+    }
     Py_XDECREF(call.kept);
-    return result;
+    PyMem_Free(call.edges.edges);
+    return call.draw == NULL ? result : cattn_draw_end(call.draw, result);
 }
 
 /* The public functions, for signature.c. */
 #define BODY(name, ...)                                                                                                \
     PyObject *cattn_body_##name(struct binding_state *state, PyObject **args) {                                        \
-        return run_function(state, args, &functions[FUNCTION_##name]);                                                 \
+        return cattn_run_function(state, args, &cattn_functions[FUNCTION_##name]);                                     \
     }
 FUNCTIONS(BODY)

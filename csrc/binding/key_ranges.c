@@ -3,6 +3,7 @@
  * The arguments are checked before the sizes of the call are known, so it has two steps: parse, then settle.
  */
 #include "attention_call.h"
+#include "engine.h"
 
 /* An int between two bounds, or an array of integers of any type, whose elements are not looked at: it may be of any
  * size, and its shape is checked first. */
@@ -224,4 +225,83 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
            settle_numbers(&args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes->n_batch_dims,
                           sizes->batch, &ranges->offsets) &&
            warn_alignment(state, args, sizes);
+}
+
+/* ---- masked_softmax ---- */
+
+/* The queries are on the last axis but the one of the keys, and all axes before these two are batch dimensions. */
+static bool settle(struct cattn_function_call *call, struct cattn_range_args *ranges) {
+    struct cattn_softmax_params *params = call->params;
+    const struct cattn_array *scores = call->main;
+    int64_t batch[NPY_MAXDIMS];
+    int n_batch_dims = 0;
+    params->is_causal = ranges->is_causal;
+    if (call->own_nd < (ranges->is_causal ? 2 : 1))
+        return cattn_raise(PyExc_ValueError, "scores must have at least %s (..., T_q, T_k)%s, got %d",
+                           call->own_nd > 0 ? "2 dimensions" : "1 dimension", call->own_nd > 0 ? " with is_causal" : "",
+                           call->own_nd);
+    if (call->own_nd < 2)
+        return true;
+    const int query_axis = call->axis == scores->nd - 1 ? scores->nd - 2 : scores->nd - 1;
+    for (int axis = 0; axis < query_axis; axis++)
+        if (axis != call->axis)
+            batch[n_batch_dims++] = scores->dims[axis];
+    const struct cattn_range_sizes sizes = {.seqlen_q = scores->dims[query_axis],
+                                            .seqlen_k = scores->dims[call->axis],
+                                            .n_batch_dims = n_batch_dims,
+                                            .batch = batch,
+                                            .query_lengths = Py_None,
+                                            .key_lengths = Py_None,
+                                            .first_keys = Py_None};
+    params->ranges.offsets.batch[n_batch_dims] = 0; /* the query axis */
+    return cattn_ranges_settle(call->state, ranges, &sizes, &params->ranges);
+}
+
+bool cattn_settle_masked_softmax(struct cattn_function_call *call) {
+    struct cattn_range_args ranges;
+    const bool settled = cattn_arg_ranges(call->state, call->args[MASKED_SOFTMAX_is_causal],
+                                          call->args[MASKED_SOFTMAX_query_offset], Py_None, &ranges) &&
+                         settle(call, &ranges);
+    call->kept = (PyObject *)ranges.offsets; /* there are no other arrays */
+    return settled;
+}
+
+/* ---- causal_mask ---- */
+
+static enum cattn_status compute_mask(const void *params) { return cattn_mask(params); }
+
+PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
+    struct cattn_range_args parsed = {0};
+    struct cattn_mask_params params = {.mask = NULL};
+    struct cattn_output output = {NULL, NULL};
+    bool computed = false;
+    PyObject *T_k = args[CAUSAL_MASK_T_k] == Py_None ? args[CAUSAL_MASK_T_q] : args[CAUSAL_MASK_T_k];
+    PyObject *is_causal = args[CAUSAL_MASK_is_causal];
+    /* lower_right is the default: an offset overrides it */
+    if (args[CAUSAL_MASK_query_offset] != Py_None && cattn_arg_is(is_causal, state->lower_right))
+        is_causal = state->upper_left;
+    if (!cattn_arg_count(args[CAUSAL_MASK_T_q], "T_q", 0, NPY_MAX_INTP, &params.seqlen_q) ||
+        !cattn_arg_count(T_k, "T_k", 0, NPY_MAX_INTP, &params.seqlen_k) ||
+        !cattn_arg_ranges(state, is_causal, args[CAUSAL_MASK_query_offset], args[CAUSAL_MASK_window_size], &parsed))
+        goto done;
+    if (parsed.offsets != NULL) {
+        cattn_error_type("query_offset", "an int", args[CAUSAL_MASK_query_offset]);
+        goto done;
+    }
+    const int64_t dims[2] = {params.seqlen_q, params.seqlen_k};
+    const struct cattn_range_sizes sizes = {.seqlen_q = dims[0],
+                                            .seqlen_k = dims[1],
+                                            .query_lengths = Py_None,
+                                            .key_lengths = Py_None,
+                                            .first_keys = Py_None};
+    const struct cattn_output_spec spec = {"the mask", NPY_BOOL, 2, dims, NULL, 0, NULL};
+    if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
+        goto done;
+    params.mask = (uint8_t *)PyArray_BYTES(output.array);
+    params.num_threads = cattn_get_num_threads();
+    const bool brief = PyArray_SIZE(output.array) <= CATTN_GIL_ELEMENTS;
+    computed = cattn_error_status(cattn_compute(brief, &params.poll, compute_mask, &params));
+done:
+    cattn_ranges_clear(&parsed);
+    return cattn_output_end(computed, &output, NULL, 0);
 }

@@ -1,104 +1,44 @@
-/* linear_attention.c -- linear_attention(...) and its gradients: take the arguments, freeze, check, allocate, run. */
-#include "args.h"
+/* linear_attention.c -- what the rows of linear_attention and its gradients do not say: layout, sequences, results. */
+#include "engine.h"
 
-/* The inputs of gradients follow the inputs of linear attention. */
-enum { GRAD_OUT = N_LINEAR_INPUTS, GRAD_STATE, N_INPUTS };
+/* ---- arguments ---- */
 
-struct call {
-    struct binding_state *state;
-    struct cattn_linear_attention_params *params;
-    PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
-    PyArrayObject *lengths;          /* owned, or NULL */
-    struct cattn_edges edges;
-    struct cattn_linear_shape shape;
-    int type; /* of query, key, value and the result */
-    struct cattn_output out, state_out;
-};
-
-static const char *const NAMES[N_INPUTS] = {"query", "key",   "value",    "decay",
-                                            "beta",  "state", "grad_out", "grad_state"};
-
-/* ---- take ---- */
-
-/* Whether an input is stored as the result is; the others have the dtype of the computation. */
-static bool is_stored(int input) { return input <= LINEAR_VALUE || input == GRAD_OUT; }
-
-/* given: of the inputs, or None. Query, key, value and grad_out are converted to their common dtype. */
-static bool take_arrays(struct call *call, PyObject *const given[N_INPUTS], const char *stored_names) {
-    for (int i = 0; i < N_INPUTS; i++)
-        if ((given[i] != Py_None || i <= LINEAR_VALUE) &&
-            (call->inputs[i] = cattn_arg_floats(call->state, given[i], NAMES[i])) == NULL)
-            return false;
-    PyArrayObject *const stored[] = {call->inputs[LINEAR_QUERY], call->inputs[LINEAR_KEY], call->inputs[LINEAR_VALUE],
-                                     call->inputs[GRAD_OUT]};
-    call->type = cattn_arg_common_type(call->state, stored, 4, stored_names);
-    for (int i = 0; i < N_INPUTS && call->type >= 0; i++)
-        if (call->inputs[i] != NULL && !cattn_arg_widen(call->state, &call->inputs[i],
-                                                        is_stored(i) ? call->type : cattn_arg_compute_type(call->type)))
-            return false;
-    return call->type >= 0;
-}
-
-static bool take_layout(struct call *call, PyObject *layout) {
-    call->shape.tokens_first = cattn_arg_is(layout, call->state->tokens_first);
-    return call->shape.tokens_first || layout == Py_None || cattn_arg_is(layout, call->state->heads_first) ||
+static bool settle_layout(struct cattn_function_call *call, PyObject *layout) {
+    call->shape->tokens_first = cattn_arg_is(layout, call->state->tokens_first);
+    return call->shape->tokens_first || layout == Py_None || cattn_arg_is(layout, call->state->heads_first) ||
            cattn_error_value(layout, "layout must be 'bhtd' or 'bthd'");
 }
 
-/* ---- freeze and check ---- */
-
-static bool freeze(struct call *call, struct cattn_array *frozen) {
-    for (int i = 0; i < N_INPUTS; i++) {
-        const int type = is_stored(i) ? call->type : cattn_arg_compute_type(call->type);
-        if (!cattn_freeze_unchanged(call->inputs[i], type, NAMES[i], NAMES[i], &frozen[i]))
-            return false;
-    }
-    return true;
-}
-
-/* The rows of packed arrays, before the sizes are checked. */
-static int64_t total_of(const struct call *call) {
-    const int nd = PyArray_NDIM(call->inputs[LINEAR_QUERY]), axis = call->shape.tokens_first ? nd - 3 : nd - 2;
-    return axis >= 0 ? PyArray_DIM(call->inputs[LINEAR_QUERY], axis) : 0;
-}
-
-static bool take_edges(struct call *call, PyObject *cu_seqlens, PyObject *seq_lengths) {
-    if (!cattn_arg_sequences(call->state, cu_seqlens, seq_lengths, total_of(call), &call->edges))
+/* `first` is the slot of query: the arguments after it have one order in the forward pass and in the gradients. */
+static bool settle(struct cattn_function_call *call, int first, struct cattn_linear_attention_params *params) {
+    PyObject *const *args = call->args + first;
+    PyObject *const seq_lengths = args[LINEAR_ATTENTION_seq_lengths], *const scale = args[LINEAR_ATTENTION_scale];
+    PyObject *const cu_seqlens = args[LINEAR_ATTENTION_cu_seqlens];
+    struct cattn_linear_shape *shape = call->shape = &((struct cattn_linear_memory *)call->params)->shape;
+    struct cattn_array *inputs[N_LINEAR_INPUTS];
+    for (int i = 0; i < N_LINEAR_INPUTS; i++)
+        inputs[i] = cattn_frozen(call, first + i);
+    if (!settle_layout(call, args[LINEAR_ATTENTION_layout]))
         return false;
-    call->shape.n_sequences = cu_seqlens == Py_None ? -1 : call->edges.n_sequences;
-    call->params->edges = call->edges.edges;
-    return true;
-}
-
-/* args: of linear_attention; `frozen` receives all inputs. `params` is cleared. */
-static bool parse(struct call *call, PyObject *const *args, PyObject *grad_out, PyObject *grad_state,
-                  const char *stored_names, struct cattn_array frozen[N_INPUTS]) {
-    struct cattn_linear_attention_params *params = call->params;
-    PyObject *const given[N_INPUTS] = {args[LINEAR_ATTENTION_query],
-                                       args[LINEAR_ATTENTION_key],
-                                       args[LINEAR_ATTENTION_value],
-                                       args[LINEAR_ATTENTION_decay],
-                                       args[LINEAR_ATTENTION_beta],
-                                       args[LINEAR_ATTENTION_state],
-                                       grad_out,
-                                       grad_state};
-    if (!take_layout(call, args[LINEAR_ATTENTION_layout]) || !take_arrays(call, given, stored_names) ||
-        !take_edges(call, args[LINEAR_ATTENTION_cu_seqlens], args[LINEAR_ATTENTION_seq_lengths]) ||
-        !freeze(call, frozen) || !cattn_check_linear_sizes(cattn_python, frozen, &call->shape, params))
+    const struct cattn_array *query = inputs[LINEAR_QUERY];
+    const int back = shape->tokens_first ? 3 : 2; /* the axis of the tokens, before the number of axes is checked */
+    if (!cattn_settle_edges(call, cu_seqlens, seq_lengths, query->nd >= back ? cattn_size_of(query, back) : 0))
         return false;
-    if (params->edges != NULL && params->edges[call->edges.n_sequences] != params->seqlen)
-        return cattn_raise(PyExc_ValueError, "query: the array changed while the call read cu_seqlens");
-    params->dtype = cattn_arg_dtype(call->type);
-    params->storage = cattn_arg_storage(call->type);
+    shape->n_sequences = cu_seqlens == Py_None ? -1 : call->edges.n_sequences;
+    params->edges = call->edges.edges;
+    if (!cattn_check_linear_sizes(cattn_python, inputs, shape, params))
+        return false;
     cattn_default_scale(&params->d_k, &params->scale);
-    PyObject *scale = args[LINEAR_ATTENTION_scale];
     return (scale == Py_None || cattn_arg_scale(scale, call->type, &params->scale)) &&
-           cattn_arg_counts(call->state, args[LINEAR_ATTENTION_seq_lengths], "seq_lengths", params->seqlen,
-                            call->shape.n_batch_dims, params->batch_shape, &params->length, &call->lengths,
-                            &params->lengths);
+           cattn_settle_lengths(call, seq_lengths, params->seqlen, shape->n_batch_dims, params->batch_shape,
+                                &params->length, &params->lengths);
 }
 
-/* ---- results ---- */
+/* ---- the forward pass ---- */
+
+bool cattn_settle_linear_attention(struct cattn_function_call *call) {
+    return settle(call, LINEAR_ATTENTION_query, call->params);
+}
 
 /* The shape of the output in the caller's order. */
 static void out_dims(const struct cattn_linear_shape *shape, int64_t dims[CATTN_MAX_AXES]) {
@@ -109,8 +49,13 @@ static void out_dims(const struct cattn_linear_shape *shape, int64_t dims[CATTN_
     }
 }
 
-static bool make_out(struct call *call, PyObject *out) {
-    const struct cattn_linear_shape *shape = &call->shape;
+static bool returns_state(const struct cattn_function_call *call) {
+    return (call->wishes >> LINEAR_ATTENTION_return_state & 1) != 0;
+}
+
+bool cattn_make_linear_attention(struct cattn_function_call *call) {
+    struct cattn_linear_attention_params *params = call->params;
+    const struct cattn_linear_shape *shape = call->shape;
     int64_t dims[CATTN_MAX_AXES];
     struct cattn_array frozen;
     out_dims(shape, dims);
@@ -118,155 +63,91 @@ static bool make_out(struct call *call, PyObject *out) {
                                            .type = call->type,
                                            .nd = shape->nd,
                                            .dims = dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_LINEAR_INPUTS};
-    if (!cattn_arg_output(call->state, out, &spec, &call->out))
+                                           .inputs = call->arrays,
+                                           .n_inputs = call->n_arrays};
+    if (!cattn_arg_output(call->state, call->args[LINEAR_ATTENTION_out], &spec, &call->results[1]))
         return false;
-    cattn_freeze(call->out.array, "out", &frozen);
-    cattn_linear_view(shape, &frozen, &call->params->out);
-    return true;
+    cattn_freeze(call->results[1].array, "out", &frozen);
+    cattn_linear_view(shape, &frozen, &params->out);
+    return cattn_make_state(call, returns_state(call), shape->state_nd, shape->state_dims, LINEAR_ATTENTION_state,
+                            params->n_batch_dims, shape->axes, &params->state_out);
 }
 
-static bool make_state_out(struct call *call, PyObject *state_out, bool wanted) {
-    const struct cattn_output_spec spec = {.name = "state_out",
-                                           .type = cattn_arg_compute_type(call->type),
-                                           .nd = call->shape.state_nd,
-                                           .dims = call->shape.state_dims,
-                                           .inputs = call->inputs,
-                                           .n_inputs = N_LINEAR_INPUTS,
-                                           .in_place = call->inputs[LINEAR_STATE]};
-    if (!wanted && state_out == Py_None)
-        return true;
-    if (!cattn_arg_state_out(call->state, state_out, &spec, &call->state_out) ||
-        !cattn_arg_outputs_apart(call->state, &call->out, "out", &call->state_out, "state_out"))
-        return false;
-    cattn_tensor_from(&call->params->state_out, call->state_out.array, call->params->n_batch_dims, call->shape.axes);
-    return true;
+double cattn_work_of_linear_attention(const void *params) {
+    const struct cattn_linear_attention_params *p = params;
+    const int64_t heads = p->query_heads > p->n_states ? p->query_heads : p->n_states;
+    return (double)p->n_batch * (double)heads * (double)p->d_k * (double)p->d_v * ((double)p->seqlen + 1);
 }
 
-/* ---- the core ---- */
-
-static enum cattn_status compute(const void *params) { return cattn_linear_attention(params); }
-static enum cattn_status compute_backward(const void *params) { return cattn_linear_attention_backward(params); }
-
-/* params: forward itself, or what contains it. */
-static bool run(struct cattn_linear_attention_params *forward, enum cattn_status (*of)(const void *),
-                const void *params) {
-    const int64_t heads = forward->query_heads > forward->n_states ? forward->query_heads : forward->n_states;
-    const double elements = (double)forward->n_batch * (double)heads * (double)forward->d_k * (double)forward->d_v;
-    const bool brief = elements * ((double)forward->seqlen + 1) <= CATTN_GIL_WORK;
-    forward->num_threads = cattn_get_num_threads();
-    return cattn_error_status(cattn_compute(brief, &forward->poll, of, params));
-}
-
-static void release(struct call *call) {
-    for (int i = 0; i < N_INPUTS; i++)
-        Py_XDECREF((PyObject *)call->inputs[i]);
-    Py_XDECREF((PyObject *)call->lengths);
-    PyMem_Free(call->edges.edges);
-    cattn_output_clear(&call->out);
-    cattn_output_clear(&call->state_out);
-}
-
-PyObject *cattn_body_linear_attention(struct binding_state *state, PyObject **args) {
-    struct cattn_linear_attention_params params;
-    struct call call = {.state = state, .params = &params};
-    struct cattn_array frozen[N_INPUTS];
-    PyObject *result = NULL;
-    bool wants_state;
-    cattn_clear_linear_attention(&params);
-    if (parse(&call, args, Py_None, Py_None, "query, key and value", frozen) &&
-        cattn_arg_flag(args[LINEAR_ATTENTION_return_state], "return_state", &wants_state) &&
-        make_out(&call, args[LINEAR_ATTENTION_out]) &&
-        make_state_out(&call, args[LINEAR_ATTENTION_state_out], wants_state) && run(&params, compute, &params))
-        result = cattn_outputs_with_state(state, &call.out, &call.state_out, wants_state);
-    release(&call);
-    return result;
+PyObject *cattn_build_linear_attention(struct cattn_function_call *call) {
+    return cattn_build_with_state(call, returns_state(call));
 }
 
 /* ---- gradients ---- */
 
-/* A gradient with the axes of heads before tokens, and the heads of the states unless it is of queries. */
-static PyArrayObject *make_gradient(const struct call *call, int64_t heads, int64_t width, struct cattn_tensor *view) {
-    const struct cattn_linear_shape *shape = &call->shape;
-    const bool one_number = width < 0;
+bool cattn_settle_linear_gradients(struct cattn_function_call *call) {
+    struct cattn_linear_attention_backward_params *params = call->params;
+    struct cattn_array *grad_out = cattn_frozen(call, LINEAR_GRADIENTS_grad_out);
+    struct cattn_array *grad_state = cattn_frozen(call, LINEAR_GRADIENTS_grad_state);
     int64_t dims[CATTN_MAX_AXES];
-    memcpy(dims, shape->dims, (size_t)shape->nd * sizeof *dims);
-    if (shape->axes & CATTN_AXIS_HEAD)
-        dims[shape->nd - 3] = heads;
-    dims[shape->nd - 1] = width;
-    PyArrayObject *array = cattn_new_array(shape->nd - one_number, dims, cattn_arg_compute_type(call->type));
-    if (array == NULL)
-        return NULL;
-    view->batch[0] = 0;
-    cattn_tensor_from(view, array, shape->n_batch_dims, one_number ? shape->axes & ~CATTN_AXIS_COL : shape->axes);
-    return array;
-}
-
-/* The gradients of the six inputs; NULL where there is no input. False with an exception. */
-static bool make_gradients(const struct call *call, struct cattn_linear_attention_backward_params *params,
-                           PyArrayObject *gradients[N_LINEAR_INPUTS]) {
-    const struct cattn_linear_attention_params *p = call->params;
-    const int64_t queries = p->query_heads > p->n_states ? p->query_heads : p->n_states;
-    struct cattn_tensor *const views[] = {&params->grad_query, &params->grad_key,  &params->grad_value,
-                                          &params->grad_decay, &params->grad_beta, &params->grad_state};
-    const int64_t widths[] = {p->d_k, p->d_k, p->d_v, p->decay_by_row ? p->d_k : -1, -1};
-    for (int i = 0; i < LINEAR_STATE; i++)
-        if (call->inputs[i] != NULL && (gradients[i] = make_gradient(call, i == LINEAR_QUERY ? queries : p->n_states,
-                                                                     widths[i], views[i])) == NULL)
-            return false;
-    if (call->inputs[LINEAR_STATE] == NULL)
-        return true;
-    gradients[LINEAR_STATE] =
-        cattn_new_array(call->shape.state_nd, call->shape.state_dims, cattn_arg_compute_type(call->type));
-    if (gradients[LINEAR_STATE] != NULL)
-        cattn_tensor_from(&params->grad_state, gradients[LINEAR_STATE], p->n_batch_dims, call->shape.axes);
-    return gradients[LINEAR_STATE] != NULL;
-}
-
-static bool view_grads(const struct call *call, struct cattn_array *frozen,
-                       struct cattn_linear_attention_backward_params *params) {
-    int64_t dims[CATTN_MAX_AXES];
-    out_dims(&call->shape, dims);
-    if (!cattn_check_shape(cattn_python, &frozen[GRAD_OUT], "the result", call->shape.nd, dims))
+    if (!settle(call, LINEAR_GRADIENTS_query, &params->forward))
         return false;
-    cattn_linear_view(&call->shape, &frozen[GRAD_OUT], &params->grad_out);
-    if (call->inputs[GRAD_STATE] == NULL)
-        return true;
-    if (!cattn_check_shape(cattn_python, &frozen[GRAD_STATE], "the state", call->shape.state_nd,
-                           call->shape.state_dims))
+    const struct cattn_linear_shape *shape = call->shape;
+    out_dims(shape, dims);
+    if (!cattn_check_shape(cattn_python, grad_out, "the result", shape->nd, dims))
         return false;
-    cattn_view(&params->grad_final, &frozen[GRAD_STATE], call->params->n_batch_dims, call->shape.axes);
+    cattn_linear_view(shape, grad_out, &params->grad_out);
+    if (grad_state == NULL)
+        return true;
+    if (!cattn_check_shape(cattn_python, grad_state, "the state", shape->state_nd, shape->state_dims))
+        return false;
+    cattn_view(&params->grad_final, grad_state, params->forward.n_batch_dims, shape->axes);
     return true;
 }
 
-/* linear_attention_backward(grad_out, grad_state, query, key, value, decay, beta, state, scale, seq_lengths,
- * cu_seqlens, layout): the six gradients or None, in the dtype of the computation, with heads before tokens and with
- * all heads and batch entries of the call. */
-PyObject *cattn_py_linear_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    enum {
-        FIRST = 2,
-        LAST = LINEAR_ATTENTION_layout
-    }; /* from args[FIRST] on: arguments of linear_attention, up to LAST */
-    struct cattn_linear_attention_backward_params params;
-    struct call call = {.state = cattn_state(module), .params = &params.forward};
-    struct cattn_array frozen[N_INPUTS];
-    PyArrayObject *gradients[N_LINEAR_INPUTS] = {NULL};
-    PyObject *result = NULL;
-    if (!cattn_error_count("linear_attention_backward", n_args, FIRST + LAST + 1) || !cattn_ready(call.state))
-        return NULL;
-    cattn_clear_linear_attention_backward(&params);
-    if (parse(&call, args + FIRST, args[0], args[1], "grad_out, query, key and value", frozen) &&
-        view_grads(&call, frozen, &params) && make_gradients(&call, &params, gradients) &&
-        run(&params.forward, compute_backward, &params))
-        result = PyTuple_New(N_LINEAR_INPUTS);
+/* The gradients of the inputs that there are, with heads before tokens and with all heads and batch entries of the
+ * call: the heads of the states unless it is of queries. */
+bool cattn_make_linear_gradients(struct cattn_function_call *call) {
+    const struct cattn_linear_attention_backward_params *params = call->params;
+    const struct cattn_linear_attention_params *p = &params->forward;
+    const struct cattn_linear_shape *shape = call->shape;
+    const int type = cattn_arg_compute_type(call->type);
+    const int64_t queries = p->query_heads > p->n_states ? p->query_heads : p->n_states;
+    const int64_t widths[] = {p->d_k, p->d_k, p->d_v, p->decay_by_row ? p->d_k : -1, -1};
     for (int i = 0; i < N_LINEAR_INPUTS; i++) {
-        PyObject *gradient = gradients[i] != NULL ? (PyObject *)gradients[i] : Py_NewRef(Py_None);
-        if (result == NULL)
-            Py_DECREF(gradient);
-        else if (PyTuple_SetItem(result, i, gradient) < 0)
-            Py_CLEAR(result);
+        const struct cattn_argument *row = call->function->results[i].row;
+        const int condition = call->function->results[i].condition;
+        struct cattn_tensor *view = &CATTN_AT(struct cattn_tensor, call->params, row->place);
+        const bool is_state = i == LINEAR_STATE, one_number = !is_state && widths[i] < 0;
+        int64_t dims[CATTN_MAX_AXES];
+        if (condition >= 0 && call->args[condition] == Py_None)
+            continue;
+        const int nd = is_state ? shape->state_nd : shape->nd;
+        memcpy(dims, is_state ? shape->state_dims : shape->dims, (size_t)nd * sizeof *dims);
+        if (!is_state && (shape->axes & CATTN_AXIS_HEAD))
+            dims[nd - 3] = i == LINEAR_QUERY ? queries : p->n_states;
+        if (!is_state)
+            dims[nd - 1] = widths[i];
+        PyArrayObject *gradient = cattn_new_array(nd - one_number, dims, type);
+        if (gradient == NULL)
+            return false;
+        call->results[i].array = gradient;
+        view->batch[0] = 0;
+        cattn_tensor_from(view, gradient, is_state ? p->n_batch_dims : shape->n_batch_dims,
+                          one_number ? shape->axes & ~CATTN_AXIS_COL : shape->axes);
     }
-    release(&call);
-    return result;
+    return true;
+}
+
+double cattn_work_of_linear_gradients(const void *params) {
+    return cattn_work_of_linear_attention(&((const struct cattn_linear_attention_backward_params *)params)->forward);
+}
+
+/* linear_attention_backward(grad_out, grad_state, query, key, value, decay, beta, state, scale, seq_lengths,
+ * cu_seqlens, layout): the six gradients or None, in the dtype of the computation. */
+PyObject *cattn_py_linear_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    struct binding_state *state = cattn_state(module);
+    if (!cattn_error_count("linear_attention_backward", n_args, N_LINEAR_GRADIENTS_ARGS) || !cattn_ready(state))
+        return NULL;
+    return cattn_run_function(state, args, &cattn_functions[FUNCTION_linear_gradients]);
 }

@@ -20,8 +20,6 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->tokens_first = PyUnicode_InternFromString("bthd")) != NULL &&
            /* not interned: no caller can pass it */
            (state->unnamed_corner = PyUnicode_FromString("lower right, unnamed")) != NULL &&
-           (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
-           (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL &&
            (state->bits = PyUnicode_InternFromString("_bits")) != NULL &&
            (state->scale = PyUnicode_InternFromString("scale")) != NULL &&
            (state->blocks = PyUnicode_InternFromString("blocks")) != NULL &&
@@ -115,8 +113,7 @@ static int module_exec(PyObject *module) {
     state->path = CATTN_PATH_AUTO;
     if (!claim_process() || PyArray_ImportNumPyAPI() < 0 || !cattn_read_environment())
         return -1;
-    cattn_prepare_functions();
-    return make_own_objects(state, module) ? 0 : -1;
+    return cattn_prepare_functions() && make_own_objects(state, module) ? 0 : -1;
 }
 
 /* ---- the functions that XLA calls, for Python to register ---- */
@@ -164,7 +161,6 @@ static PyMethodDef methods[] = {
     {"_operands", cattn_py_operands, METH_NOARGS, NULL},
     {"_numbers", cattn_py_numbers, METH_NOARGS, NULL},
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},
-    CATTN_FASTCALL("softmax_backward", cattn_py_softmax_backward),
     CATTN_FASTCALL("_product", cattn_py_product),
     CATTN_FASTCALL("linear_attention_backward", cattn_py_linear_attention_backward),
     CATTN_FASTCALL("_store", cattn_py_store),

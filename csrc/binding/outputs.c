@@ -216,37 +216,23 @@ PyObject *cattn_output_end(bool computed, struct cattn_output *output, PyArrayOb
     return result;
 }
 
-PyObject *cattn_outputs_with_state(struct binding_state *state, struct cattn_output *out,
-                                   struct cattn_output *state_out, bool returns_state) {
-    if (!cattn_output_finish(out) || (state_out->array != NULL && !cattn_output_finish(state_out)))
+PyObject *cattn_output_store(struct binding_state *state, PyObject *result, PyObject *out) {
+    struct cattn_array frozen;
+    cattn_freeze((PyArrayObject *)result, "result", &frozen);
+    const struct cattn_output_spec spec = {
+        .name = "out", .type = PyArray_TYPE((PyArrayObject *)result), .nd = frozen.nd, .dims = frozen.dims};
+    if (!check_type(state, out, &spec) || !check_layout((PyArrayObject *)out, &spec) ||
+        !cattn_copy_into((PyArrayObject *)out, (PyArrayObject *)result))
         return NULL;
-    PyObject *first = cattn_output_result(out);
-    if (!returns_state)
-        return first;
-    PyObject *second = cattn_output_result(state_out);
-    PyObject *result = PyObject_CallFunctionObjArgs(state->linear_attention_output, first, second, NULL);
-    Py_DECREF(first);
-    Py_DECREF(second);
-    return result;
+    return Py_NewRef(out);
 }
 
-/* _store(result, out): copies a finished result into the caller's array, with the checks of every out=. */
+/* _store(result, out): cattn_output_store. */
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("_store", n_args, 2) || !cattn_ready(cattn_state(module)))
         return NULL;
-    if (!PyArray_CheckExact(args[0])) {
-        cattn_error_type("result", "a numpy.ndarray", args[0]);
-        return NULL;
-    }
-    PyArrayObject *result = (PyArrayObject *)args[0];
-    struct cattn_array frozen;
-    cattn_freeze(result, "result", &frozen);
-    const struct cattn_output_spec spec = {
-        .name = "out", .type = PyArray_TYPE(result), .nd = frozen.nd, .dims = frozen.dims};
-    if (!check_type(cattn_state(module), args[1], &spec) || !check_layout((PyArrayObject *)args[1], &spec))
-        return NULL;
-    if (!cattn_copy_into((PyArrayObject *)args[1], result))
-        return NULL;
-    Py_INCREF(args[1]);
-    return args[1];
+    if (PyArray_CheckExact(args[0]))
+        return cattn_output_store(cattn_state(module), args[0], args[1]);
+    cattn_error_type("result", "a numpy.ndarray", args[0]);
+    return NULL;
 }

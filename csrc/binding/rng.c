@@ -1,5 +1,5 @@
 /* rng.c -- the arguments `rng` and dropout probability: a seed or a generator, a threshold and a scale. */
-#include "args.h"
+#include "engine.h"
 
 /* An int is the Philox key itself. False with a ValueError: it is out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {
@@ -77,4 +77,29 @@ bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout
         return false;
     cattn_set_dropout(spec, probability);
     return true;
+}
+
+/* ---- dropout ---- */
+
+bool cattn_settle_dropout(struct cattn_function_call *call) {
+    struct cattn_dropout_params *params = call->params;
+    bool training;
+    call->draw = &((struct cattn_dropout_memory *)call->params)->draw;
+    cattn_draw_clear(call->draw);
+    if (!cattn_dropout_spec_from(call->args[DROPOUT_p], "p", &params->dropout) ||
+        !cattn_arg_flag(call->args[DROPOUT_training], "training", &training))
+        return false;
+    params->dropout.enabled = params->dropout.enabled && training;
+    return cattn_rng_check(call->args[DROPOUT_rng]);
+}
+
+bool cattn_run_dropout(struct cattn_function_call *call) {
+    struct cattn_dropout_params *params = call->params;
+    PyArrayObject *const mask = call->results[1].array;
+    if (params->dropout.enabled)
+        return cattn_draw_begin(call->state, call->args[DROPOUT_rng], &params->dropout, call->draw) &&
+               cattn_run_core(call);
+    if (mask != NULL) /* nothing is dropped */
+        memset(PyArray_DATA(mask), 1, (size_t)PyArray_SIZE(mask));
+    return cattn_copy_into(call->results[0].array, call->arrays[0]);
 }

@@ -1,9 +1,10 @@
 /* arrays.c -- shapes of arrays, walks over their elements, and the text of errors. See check.h. */
-#include "check.h"
+#include "functions.h"
 
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 bool cattn_fail(const struct cattn_door *door, enum cattn_fault fault, const char *format, ...) {
     char text[2 * sizeof(struct cattn_shape_text) + 512];
@@ -106,6 +107,41 @@ void cattn_view_rows(struct cattn_tensor *tensor, const struct cattn_array *arra
     for (int axis = 0, batch = 0; axis < nd; axis++)
         if (axis != col_axis)
             tensor->batch[batch++] = stride_of(array, axis - missing);
+}
+
+/* ---- arrays of functions ---- */
+
+bool cattn_check_main(const struct cattn_door *door, const struct cattn_argument *row, struct cattn_array *array) {
+    const int least = (int)strlen(row->axes) - 1;
+    if (array->nd < least) {
+        char axes[64] = "...";
+        for (const char *letter = row->axes + 1; *letter != '\0'; letter++)
+            (void)strcat(strcat(axes, ", "), (char[]){*letter, '\0'});
+        return cattn_fail(door, CATTN_WRONG_VALUE, "%s must have at least %d dimension%s (%s), got %d", row->name,
+                          least, least == 1 ? "" : "s", axes, array->nd);
+    }
+    if (array->nd == 0) {
+        array->nd = 1;
+        array->dims[0] = 1;
+        array->strides[0] = 0;
+    }
+    return true;
+}
+
+bool cattn_check_relation(const struct cattn_door *door, enum cattn_relation relation, const struct cattn_array *array,
+                          const struct cattn_array *main, int own_nd) {
+    const int64_t *n = &main->dims[main->nd - 1];
+    switch (relation) {
+    case CATTN_ALIKE:
+        return cattn_check_shape(door, array, main->name, own_nd, main->dims);
+    case CATTN_COLUMN:
+        return (array->nd == 1 && array->dims[0] == *n) ||
+               cattn_fail(door, CATTN_WRONG_VALUE,
+                          "%s must have one number for each column of %s, shape %s, got shape %s", array->name,
+                          main->name, cattn_show_shape(1, n).text, cattn_show_shape(array->nd, array->dims).text);
+    default:
+        return true;
+    }
 }
 
 /* ---- elements ---- */

@@ -153,9 +153,9 @@ struct cattn_linear_shape {
 };
 /* The view of an array with the axes of query, in the order that the caller has. */
 void cattn_linear_view(const struct cattn_linear_shape *shape, struct cattn_array *array, struct cattn_tensor *view);
-/* inputs: without data where there is none. Fills in the sizes, heads, batch and views of `params`, which is cleared,
- * but for out and state_out. */
-bool cattn_check_linear_sizes(const struct cattn_door *door, struct cattn_array *inputs,
+/* inputs: NULL where there is none. Fills in the sizes, heads, batch and views of `params`, which is cleared, but for
+ * out and state_out. */
+bool cattn_check_linear_sizes(const struct cattn_door *door, struct cattn_array *const *inputs,
                               struct cattn_linear_shape *shape, struct cattn_linear_attention_params *params);
 
 /* ---- numbers ---- */

@@ -10,7 +10,7 @@
  * WISH(name): whether there is a result.
  * RESULT(name, axes, kind, where, view): an array that takes a result, or None. IN_PLACE: an array with the same axes
  *   may be overwritten by it.
- * RETURNS(name, axes, kind, condition, view): no argument, but a new array, if the argument in that slot is given.
+ * RETURNS(name, axes, kind, condition, view): no argument, but a new array: ALWAYS, or if that argument is given.
  *
  * The engine (binding/engine.c) reads what has a place in the params, and arrays whose axes are among those of the main
  * one. The function's own code reads the others.
@@ -32,6 +32,7 @@
     K(BASE)         /* a real number, at least 1 */                                                                    \
     K(FLAG)         /* True or False, and no other object */                                                           \
     K(TRUTH)        /* the truth of any object */                                                                      \
+    K(AXIS)         /* an int: the columns */                                                                          \
     K(AXES)         /* an int, a tuple of ints or None */                                                              \
     K(SCALING)      /* a dict of a model's config */                                                                   \
     K(RESULT_NAMES) /* names of results */
@@ -42,7 +43,6 @@ enum { BEFORE_SETTING_KINDS = N_NUMBER_KINDS - 1, SETTING_KINDS(ENUMERATOR) };
 
 enum cattn_role { ARRAY_ROLE, NUMBER_ROLE, WORD_ROLE, WISH_ROLE, RESULT_ROLE };
 enum cattn_where { APART, IN_PLACE };
-#define ALWAYS (-1)
 #define NOWHERE SIZE_MAX
 /* The place of a member of params. */
 #define IN(params, member) offsetof(struct cattn_##params##_params, member)
@@ -53,29 +53,33 @@ struct cattn_argument {
     const char *axes; /* or words, with | between them */
     int kind;
     int fits; /* enum cattn_fits; of a result enum cattn_where */
-    int need; /* enum cattn_need; of what is returned the slot of its condition, or ALWAYS */
+    int need; /* enum cattn_need */
     size_t place;
+    const char *condition; /* of what is returned: the name of an argument, or "ALWAYS" */
 };
 
-/* Where the params of a function of rows have what all of them have. */
+/* Where the params of a function have what all of them have; NOWHERE if they lack it. */
 struct cattn_places {
     size_t dtype, storage, num_threads, poll, n_batch_dims, batch_shape;
     size_t count; /* product of the batch */
     size_t rows, cols;
+    size_t is_new; /* whether the memory of the result was never written */
 };
-/* Functions whose rows are independent: all axes but the columns are the batch. `storage` may be absent. */
-#define ROWS(params, storage)                                                                                          \
-    {IN(params, dtype),        storage,                                                                                \
-     IN(params, num_threads),  IN(params, poll),                                                                       \
-     IN(params, n_batch_dims), IN(params, batch_shape),                                                                \
-     IN(params, n_rows),       NOWHERE,                                                                                \
-     IN(params, n_cols)}
-/* Functions of matrices with a row for each token. */
-#define TOKENS(params, count, rows, cols)                                                                              \
-    {                                                                                                                  \
-        IN(params, dtype), IN(params, storage),      IN(params, num_threads),                                          \
-        IN(params, poll),  IN(params, n_batch_dims), IN(params, batch_shape),                                          \
-        IN(params, count), IN(params, rows),         IN(params, cols)}
+#define PLACES(params, ...)                                                                                            \
+    {.dtype = IN(params, dtype),                                                                                       \
+     .num_threads = IN(params, num_threads),                                                                           \
+     .poll = IN(params, poll),                                                                                         \
+     .n_batch_dims = IN(params, n_batch_dims),                                                                         \
+     .batch_shape = IN(params, batch_shape),                                                                           \
+     __VA_ARGS__}
+/* Independent rows: all axes but the columns are the batch. */
+#define ROWS(params, storage_place, is_new_place)                                                                      \
+    PLACES(params, .storage = storage_place, .count = IN(params, n_rows), .rows = NOWHERE, .cols = IN(params, n_cols), \
+           .is_new = is_new_place)
+/* Matrices with a row for each token. */
+#define TOKENS(params, n_cols)                                                                                         \
+    PLACES(params, .storage = IN(params, storage), .count = IN(params, n_batch), .rows = IN(params, seqlen),           \
+           .cols = IN(params, n_cols), .is_new = NOWHERE)
 
 #define SOFTMAX_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                                  \
     ARRAY(x, "*", STORED, EXACTLY, REQUIRED, IN(softmax, x))                                                           \
@@ -92,6 +96,12 @@ struct cattn_places {
     NUMBER(scale, REAL, IN(softmax, scale))                                                                            \
     WORD(method, "neg_inf|renormalize", IN(softmax, method))                                                           \
     RESULT(out, "*", STORED, IN_PLACE, IN(softmax, out))
+#define SOFTMAX_BACKWARD_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                         \
+    ARRAY(grad_out, "*D", STORED, EXACTLY, REQUIRED, IN(softmax_backward, grad))                                       \
+    ARRAY(weights, "*D", STORED, EXACTLY, REQUIRED, IN(softmax_backward, weights))                                     \
+    NUMBER(axis, AXIS, NOWHERE)                                                                                        \
+    NUMBER(scale, REAL, IN(softmax_backward, scale))                                                                   \
+    RESULT(out, "*D", STORED, IN_PLACE, IN(softmax_backward, out))
 #define DROPOUT_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                                  \
     ARRAY(x, "*", STORED, EXACTLY, REQUIRED, IN(dropout, x))                                                           \
     NUMBER(p, PROBABILITY, NOWHERE)                                                                                    \
@@ -99,7 +109,7 @@ struct cattn_places {
     NUMBER(rng, SEED, NOWHERE)                                                                                         \
     WISH(return_mask)                                                                                                  \
     RESULT(out, "*", STORED, IN_PLACE, IN(dropout, out))                                                               \
-    RETURNS(mask, "*", BOOLS, DROPOUT_return_mask, IN(dropout, mask))
+    RETURNS(mask, "*", BOOLS, return_mask, IN(dropout, mask))
 #define CAUSAL_MASK_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                              \
     NUMBER(T_q, COUNT, NOWHERE)                                                                                        \
     NUMBER(T_k, COUNT, NOWHERE)                                                                                        \
@@ -132,7 +142,7 @@ struct cattn_places {
     ARRAY(weight, "D", PROMOTED, EXACTLY, OPTIONAL, IN(norm_backward, weight))                                         \
     NUMBER(eps, NOT_NEGATIVE, IN(norm_backward, eps))                                                                  \
     RETURNS(grad_x, "*D", STORED, ALWAYS, IN(norm_backward, grad_x))                                                   \
-    RETURNS(grad_weight, "D", COMPUTED, RMS_NORM_BACKWARD_weight, IN(norm_backward, grad_weight))
+    RETURNS(grad_weight, "D", COMPUTED, weight, IN(norm_backward, grad_weight))
 #define LAYER_NORM_BACKWARD_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                      \
     RMS_NORM_BACKWARD_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                            \
     RETURNS(grad_bias, "D", COMPUTED, ALWAYS, IN(norm_backward, grad_bias))
@@ -155,20 +165,33 @@ struct cattn_places {
     ARRAY(bias, "N", PROMOTED, EXACTLY, OPTIONAL, NOWHERE)                                                             \
     NUMBER(compute_dtype, PRODUCTS, NOWHERE)                                                                           \
     RESULT(out, "*N", STORED, APART, NOWHERE)
-#define LINEAR_ATTENTION_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                         \
-    ARRAY(query, "*NTH", STORED, EXACTLY, REQUIRED, IN(linear_attention, query))                                       \
-    ARRAY(key, "*KTH", STORED, EXACTLY, REQUIRED, IN(linear_attention, key))                                           \
-    ARRAY(value, "*VTD", STORED, EXACTLY, REQUIRED, IN(linear_attention, value))                                       \
-    ARRAY(decay, "*GTH", COMPUTED, BROADCASTS, OPTIONAL, IN(linear_attention, decay))                                  \
-    ARRAY(beta, "*GT", COMPUTED, BROADCASTS, OPTIONAL, IN(linear_attention, beta))                                     \
-    ARRAY(state, "*GHD", COMPUTED, BROADCASTS, OPTIONAL, IN(linear_attention, state))                                  \
+#define LINEAR_INPUTS(ARRAY, NUMBER)                                                                                   \
+    ARRAY(query, "*NTH", STORED, EXACTLY, REQUIRED, NOWHERE)                                                           \
+    ARRAY(key, "*KTH", STORED, EXACTLY, REQUIRED, NOWHERE)                                                             \
+    ARRAY(value, "*VTD", STORED, EXACTLY, REQUIRED, NOWHERE)                                                           \
+    ARRAY(decay, "*GTH", COMPUTED, BROADCASTS, OPTIONAL, NOWHERE)                                                      \
+    ARRAY(beta, "*GT", COMPUTED, BROADCASTS, OPTIONAL, NOWHERE)                                                        \
+    ARRAY(state, "*GHD", COMPUTED, BROADCASTS, OPTIONAL, NOWHERE)                                                      \
     NUMBER(scale, REAL, NOWHERE)                                                                                       \
-    ARRAY(seq_lengths, "*", QUERY_COUNTS, BROADCASTS, OPTIONAL, IN(linear_attention, lengths))                         \
+    ARRAY(seq_lengths, "*", QUERY_COUNTS, BROADCASTS, OPTIONAL, NOWHERE)                                               \
     ARRAY(cu_seqlens, "", EDGES, EXACTLY, OPTIONAL, NOWHERE)                                                           \
-    NUMBER(layout, LAYOUT, NOWHERE)                                                                                    \
+    NUMBER(layout, LAYOUT, NOWHERE)
+#define LINEAR_ATTENTION_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                         \
+    LINEAR_INPUTS(ARRAY, NUMBER)                                                                                       \
     WISH(return_state)                                                                                                 \
-    RESULT(state_out, "*GHD", COMPUTED, IN_PLACE, IN(linear_attention, state_out))                                     \
-    RESULT(out, "*NTD", STORED, APART, IN(linear_attention, out))
+    RESULT(state_out, "*GHD", COMPUTED, IN_PLACE, NOWHERE)                                                             \
+    RESULT(out, "*NTD", STORED, APART, NOWHERE)
+/* Private: the arguments of the public function are read in Python, which sums over repeated heads. */
+#define LINEAR_GRADIENTS_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                         \
+    ARRAY(grad_out, "*NTD", STORED, EXACTLY, REQUIRED, NOWHERE)                                                        \
+    ARRAY(grad_state, "*GHD", COMPUTED, EXACTLY, OPTIONAL, NOWHERE)                                                    \
+    LINEAR_INPUTS(ARRAY, NUMBER)                                                                                       \
+    RETURNS(grad_query, "*NTH", COMPUTED, ALWAYS, IN(linear_attention_backward, grad_query))                           \
+    RETURNS(grad_key, "*GTH", COMPUTED, ALWAYS, IN(linear_attention_backward, grad_key))                               \
+    RETURNS(grad_value, "*GTD", COMPUTED, ALWAYS, IN(linear_attention_backward, grad_value))                           \
+    RETURNS(grad_decay, "*GTH", COMPUTED, decay, IN(linear_attention_backward, grad_decay))                            \
+    RETURNS(grad_beta, "*GT", COMPUTED, beta, IN(linear_attention_backward, grad_beta))                                \
+    RETURNS(grad_state, "*GHD", COMPUTED, state, IN(linear_attention_backward, grad_state))
 #define CAUSAL_CONV_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                              \
     ARRAY(x, "*TC", STORED, EXACTLY, REQUIRED, IN(conv, x))                                                            \
     ARRAY(weight, "CK", PROMOTED, EXACTLY, REQUIRED, IN(conv, weight))                                                 \
@@ -181,75 +204,29 @@ struct cattn_places {
     RESULT(state_out, "*SC", STORED, IN_PLACE, IN(conv, state_out))                                                    \
     RESULT(out, "*TC", STORED, APART, IN(conv, out))
 
-/* The slots of each table. */
+/* The slots of tables whose functions have code of their own: ROPE_positions and so on. */
 #define NO_SLOT(...)
-#define SOFTMAX_SLOT(name, ...) SOFTMAX_##name,
 #define MASKED_SOFTMAX_SLOT(name, ...) MASKED_SOFTMAX_##name,
 #define DROPOUT_SLOT(name, ...) DROPOUT_##name,
 #define CAUSAL_MASK_SLOT(name, ...) CAUSAL_MASK_##name,
 #define ROPE_SLOT(name, ...) ROPE_##name,
-#define RMS_NORM_SLOT(name, ...) RMS_NORM_##name,
-#define LAYER_NORM_SLOT(name, ...) LAYER_NORM_##name,
-#define RMS_NORM_BACKWARD_SLOT(name, ...) RMS_NORM_BACKWARD_##name,
-#define LAYER_NORM_BACKWARD_SLOT(name, ...) LAYER_NORM_BACKWARD_##name,
-#define GELU_SLOT(name, ...) GELU_##name,
-#define GELU_BACKWARD_SLOT(name, ...) GELU_BACKWARD_##name,
-#define SILU_SLOT(name, ...) SILU_##name,
-#define SILU_BACKWARD_SLOT(name, ...) SILU_BACKWARD_##name,
 #define LINEAR_SLOT(name, ...) LINEAR_##name,
 #define LINEAR_ATTENTION_SLOT(name, ...) LINEAR_ATTENTION_##name,
+#define LINEAR_GRADIENTS_SLOT(name, ...) LINEAR_GRADIENTS_##name,
 #define CAUSAL_CONV_SLOT(name, ...) CAUSAL_CONV_##name,
-enum {
-    SOFTMAX_ARGUMENTS(SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT, SOFTMAX_SLOT, NO_SLOT) N_SOFTMAX_ARGS
-};
-enum {
-    MASKED_SOFTMAX_ARGUMENTS(MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT, MASKED_SOFTMAX_SLOT,
-                             MASKED_SOFTMAX_SLOT, NO_SLOT) N_MASKED_SOFTMAX_ARGS
-};
-enum {
-    DROPOUT_ARGUMENTS(DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT, DROPOUT_SLOT, NO_SLOT) N_DROPOUT_ARGS
-};
-enum {
-    CAUSAL_MASK_ARGUMENTS(CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT, CAUSAL_MASK_SLOT,
-                          NO_SLOT) N_CAUSAL_MASK_ARGS
-};
-enum { ROPE_ARGUMENTS(ROPE_SLOT, ROPE_SLOT, ROPE_SLOT, ROPE_SLOT, ROPE_SLOT, NO_SLOT) N_ROPE_ARGS };
-enum {
-    RMS_NORM_ARGUMENTS(RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT, RMS_NORM_SLOT, NO_SLOT)
-        N_RMS_NORM_ARGS
-};
-enum {
-    LAYER_NORM_ARGUMENTS(LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT, LAYER_NORM_SLOT, NO_SLOT)
-        N_LAYER_NORM_ARGS
-};
-enum {
-    RMS_NORM_BACKWARD_ARGUMENTS(RMS_NORM_BACKWARD_SLOT, RMS_NORM_BACKWARD_SLOT, RMS_NORM_BACKWARD_SLOT,
-                                RMS_NORM_BACKWARD_SLOT, RMS_NORM_BACKWARD_SLOT, NO_SLOT) N_RMS_NORM_BACKWARD_ARGS
-};
-enum {
-    LAYER_NORM_BACKWARD_ARGUMENTS(LAYER_NORM_BACKWARD_SLOT, LAYER_NORM_BACKWARD_SLOT, LAYER_NORM_BACKWARD_SLOT,
-                                  LAYER_NORM_BACKWARD_SLOT, LAYER_NORM_BACKWARD_SLOT, NO_SLOT)
-        N_LAYER_NORM_BACKWARD_ARGS
-};
-enum { GELU_ARGUMENTS(GELU_SLOT, GELU_SLOT, GELU_SLOT, GELU_SLOT, GELU_SLOT, NO_SLOT) N_GELU_ARGS };
-enum {
-    GELU_BACKWARD_ARGUMENTS(GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT, GELU_BACKWARD_SLOT,
-                            GELU_BACKWARD_SLOT, NO_SLOT) N_GELU_BACKWARD_ARGS
-};
-enum { SILU_ARGUMENTS(SILU_SLOT, SILU_SLOT, SILU_SLOT, SILU_SLOT, SILU_SLOT, NO_SLOT) N_SILU_ARGS };
-enum {
-    SILU_BACKWARD_ARGUMENTS(SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT, SILU_BACKWARD_SLOT,
-                            SILU_BACKWARD_SLOT, NO_SLOT) N_SILU_BACKWARD_ARGS
-};
-enum { LINEAR_ARGUMENTS(LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT, LINEAR_SLOT, NO_SLOT) N_LINEAR_ARGS };
-enum {
-    LINEAR_ATTENTION_ARGUMENTS(LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT,
-                               LINEAR_ATTENTION_SLOT, LINEAR_ATTENTION_SLOT, NO_SLOT) N_LINEAR_ATTENTION_ARGS
-};
-enum {
-    CAUSAL_CONV_ARGUMENTS(CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT, CAUSAL_CONV_SLOT,
-                          NO_SLOT) N_CAUSAL_CONV_ARGS
-};
+#define SLOTS(TABLE)                                                                                                   \
+    enum {                                                                                                             \
+        TABLE##_ARGUMENTS(TABLE##_SLOT, TABLE##_SLOT, TABLE##_SLOT, TABLE##_SLOT, TABLE##_SLOT, NO_SLOT)               \
+            N_##TABLE##_ARGS                                                                                           \
+    };
+SLOTS(MASKED_SOFTMAX)
+SLOTS(DROPOUT)
+SLOTS(CAUSAL_MASK)
+SLOTS(ROPE)
+SLOTS(LINEAR)
+SLOTS(LINEAR_ATTENTION)
+SLOTS(LINEAR_GRADIENTS)
+SLOTS(CAUSAL_CONV)
 
 /* ---- laws ---- */
 
@@ -266,37 +243,95 @@ bool cattn_check_main(const struct cattn_door *door, const struct cattn_argument
 /* Another array must fit the main one, which has own_nd axes. */
 bool cattn_check_relation(const struct cattn_door *door, enum cattn_relation relation, const struct cattn_array *array,
                           const struct cattn_array *main, int own_nd);
-/* Fills in the sizes of a call; `axis` is that of the columns. */
-void cattn_fill_sizes(const struct cattn_places *places, const struct cattn_array *main, int axis, void *params);
+/* What lies at a place of the params. */
+#define CATTN_AT(type, params, place) (*(type *)(void *)((char *)(params) + (place)))
+/* Fills in the sizes of a call; `axis` is that of the columns. Inline, as the next one, for the time of a small call.
+ */
+static inline void cattn_fill_sizes(const struct cattn_places *places, const struct cattn_array *main, int axis,
+                                    void *params) {
+    const bool has_rows = places->rows != NOWHERE;
+    const int row_axis = has_rows ? main->nd - 2 : -1;
+    int64_t *batch = &CATTN_AT(int64_t, params, places->batch_shape);
+    uint64_t count = 1; /* unsigned: beside a size of 0 the others may be so large that their product wraps */
+    bool is_empty = false;
+    for (int i = 0; i < main->nd; i++) {
+        const int64_t n = main->dims[i];
+        is_empty |= n == 0;
+        if (i == axis || i == row_axis)
+            continue;
+        *batch++ = n;
+        count *= (uint64_t)n;
+    }
+    CATTN_AT(int, params, places->n_batch_dims) = main->nd - 1 - has_rows;
+    CATTN_AT(int64_t, params, places->count) = is_empty ? 0 : (int64_t)count;
+    CATTN_AT(int64_t, params, places->cols) = main->dims[axis];
+    if (has_rows)
+        CATTN_AT(int64_t, params, places->rows) = main->dims[row_axis];
+}
 /* The view of an array or a result. */
-void cattn_view_related(const struct cattn_places *places, enum cattn_relation relation, const struct cattn_array *main,
-                        int axis, const struct cattn_array *array, void *tensor);
+static inline void cattn_view_related(const struct cattn_places *places, enum cattn_relation relation,
+                                      const struct cattn_array *main, int axis, const struct cattn_array *array,
+                                      struct cattn_tensor *view) {
+    if (relation == CATTN_COLUMN)
+        cattn_view(view, array, 0, CATTN_AXIS_COL);
+    else if (places->rows == NOWHERE)
+        cattn_view_rows(view, array, main->nd, axis);
+    else
+        cattn_view(view, array, main->nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
+    if (main->dims[axis] == 1 && relation != CATTN_SPREAD)
+        view->col = 1; /* an axis of one element has any stride; with 1 kernels read it in place */
+}
 
 /* ---- functions ---- */
 
-/* FUNCTION(name, TABLE, params, compute, set, ...): the function of the core with its params, a statement that sets
- * what is no argument, and members of struct cattn_function. */
+/* F(name, TABLE, main, params, compute, set, ...): the array whose axes are those of the call, or NO_MAIN; the function
+ * of the core with its params; a statement that sets what is no argument; and members of struct cattn_function. */
+#define NORM_PLACES ROWS(norm, IN(norm, storage), NOWHERE)
+#define NORM_BACKWARD_PLACES ROWS(norm_backward, NOWHERE, NOWHERE)
+#define ACTIVATION_PLACES ROWS(activation, IN(activation, storage), NOWHERE)
+#define SOFTMAX_PLACES ROWS(softmax, IN(softmax, storage), IN(softmax, out_is_new))
+#define LINEAR_GRADIENTS_PLACES                                                                                        \
+    {.dtype = IN(linear_attention_backward, forward.dtype),                                                            \
+     .storage = IN(linear_attention_backward, forward.storage),                                                        \
+     .num_threads = IN(linear_attention_backward, forward.num_threads),                                                \
+     .poll = IN(linear_attention_backward, forward.poll),                                                              \
+     .is_new = NOWHERE}
 #define FUNCTIONS(F)                                                                                                   \
-    F(rms_norm, RMS_NORM_ARGUMENTS, norm, cattn_norm, (void)p, .main = RMS_NORM_x,                                     \
-      .places = ROWS(norm, IN(norm, storage)))                                                                         \
-    F(layer_norm, LAYER_NORM_ARGUMENTS, norm, cattn_norm, p->centred = true, .main = LAYER_NORM_x,                     \
-      .places = ROWS(norm, IN(norm, storage)))                                                                         \
-    F(rms_norm_backward, RMS_NORM_BACKWARD_ARGUMENTS, norm_backward, cattn_norm_backward, (void)p,                     \
-      .main = RMS_NORM_BACKWARD_x, .places = ROWS(norm_backward, NOWHERE), .widens = true)                             \
-    F(layer_norm_backward, LAYER_NORM_BACKWARD_ARGUMENTS, norm_backward, cattn_norm_backward, p->centred = true,       \
-      .main = LAYER_NORM_BACKWARD_x, .places = ROWS(norm_backward, NOWHERE), .widens = true)                           \
-    F(gelu, GELU_ARGUMENTS, activation, cattn_activate, (void)p, .main = GELU_x,                                       \
-      .places = ROWS(activation, IN(activation, storage)))                                                             \
-    F(gelu_backward, GELU_BACKWARD_ARGUMENTS, activation, cattn_activate, (void)p, .main = GELU_BACKWARD_x,            \
-      .places = ROWS(activation, IN(activation, storage)))                                                             \
-    F(silu, SILU_ARGUMENTS, activation, cattn_activate, p->which = CATTN_SILU, .main = SILU_x,                         \
-      .places = ROWS(activation, IN(activation, storage)))                                                             \
-    F(silu_backward, SILU_BACKWARD_ARGUMENTS, activation, cattn_activate, p->which = CATTN_SILU,                       \
-      .main = SILU_BACKWARD_x, .places = ROWS(activation, IN(activation, storage)))                                    \
-    F(rope, ROPE_ARGUMENTS, rope, cattn_rope, (void)p, .main = ROPE_x, .settle = cattn_settle_rope,                    \
-      .places = TOKENS(rope, n_batch, seqlen, n_cols))
+    F(softmax, SOFTMAX_ARGUMENTS, x, softmax, cattn_softmax, (void)p, .places = SOFTMAX_PLACES,                        \
+      .over_axes = HELPER(softmax_axes))                                                                               \
+    F(masked_softmax, MASKED_SOFTMAX_ARGUMENTS, scores, softmax, cattn_softmax, (void)p, .places = SOFTMAX_PLACES,     \
+      .settle = cattn_settle_masked_softmax, .over_axes = HELPER(masked_softmax_axes))                                 \
+    F(softmax_backward, SOFTMAX_BACKWARD_ARGUMENTS, weights, softmax_backward, cattn_softmax_backward, (void)p,        \
+      .places = ROWS(softmax_backward, NOWHERE, NOWHERE), .widens = true)                                              \
+    F(dropout, DROPOUT_ARGUMENTS, x, dropout, cattn_dropout, (void)p,                                                  \
+      .places = ROWS(dropout, IN(dropout, storage), NOWHERE), .settle = cattn_settle_dropout,                          \
+      .run = cattn_run_dropout)                                                                                        \
+    F(rms_norm, RMS_NORM_ARGUMENTS, x, norm, cattn_norm, (void)p, .places = NORM_PLACES)                               \
+    F(layer_norm, LAYER_NORM_ARGUMENTS, x, norm, cattn_norm, p->centred = true, .places = NORM_PLACES)                 \
+    F(rms_norm_backward, RMS_NORM_BACKWARD_ARGUMENTS, x, norm_backward, cattn_norm_backward, (void)p,                  \
+      .places = NORM_BACKWARD_PLACES, .widens = true)                                                                  \
+    F(layer_norm_backward, LAYER_NORM_BACKWARD_ARGUMENTS, x, norm_backward, cattn_norm_backward, p->centred = true,    \
+      .places = NORM_BACKWARD_PLACES, .widens = true)                                                                  \
+    F(gelu, GELU_ARGUMENTS, x, activation, cattn_activate, (void)p, .places = ACTIVATION_PLACES)                       \
+    F(gelu_backward, GELU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, (void)p, .places = ACTIVATION_PLACES)     \
+    F(silu, SILU_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU, .places = ACTIVATION_PLACES)         \
+    F(silu_backward, SILU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU,                    \
+      .places = ACTIVATION_PLACES)                                                                                     \
+    F(rope, ROPE_ARGUMENTS, x, rope, cattn_rope, (void)p, .places = TOKENS(rope, n_cols), .settle = cattn_settle_rope) \
+    F(causal_conv, CAUSAL_CONV_ARGUMENTS, x, conv, cattn_causal_conv, (void)p, .places = TOKENS(conv, n_channels),     \
+      .settle = cattn_settle_conv, .make = cattn_make_conv, .work = cattn_work_of_conv, .build = cattn_build_conv)     \
+    F(linear_attention, LINEAR_ATTENTION_ARGUMENTS, NO_MAIN, linear_attention, cattn_linear_attention, (void)p,        \
+      .places = TOKENS(linear_attention, d_v), .settle = cattn_settle_linear_attention,                                \
+      .make = cattn_make_linear_attention, .work = cattn_work_of_linear_attention,                                     \
+      .build = cattn_build_linear_attention)
+/* Functions for Python code of the package alone. */
+#define PRIVATE_FUNCTIONS(F)                                                                                           \
+    F(linear_gradients, LINEAR_GRADIENTS_ARGUMENTS, NO_MAIN, linear_attention_backward,                                \
+      cattn_linear_attention_backward, (void)p, .places = LINEAR_GRADIENTS_PLACES,                                     \
+      .settle = cattn_settle_linear_gradients, .make = cattn_make_linear_gradients,                                    \
+      .work = cattn_work_of_linear_gradients)
 
 #define FUNCTION_INDEX(name, ...) FUNCTION_##name,
-enum { FUNCTIONS(FUNCTION_INDEX) N_FUNCTIONS };
+enum { FUNCTIONS(FUNCTION_INDEX) PRIVATE_FUNCTIONS(FUNCTION_INDEX) N_FUNCTIONS };
 
 #endif

@@ -372,12 +372,6 @@ def test_dropout_backward_names_grad_out(given: dict[str, Any]) -> None:
             cattn.dropout_backward(wrong, 0.5, **given)  # type: ignore[arg-type]
 
 
-def test_the_c_function_of_softmax_backward_refuses_halves() -> None:
-    half = X.astype(np.float16)
-    with pytest.raises(TypeError, match=r"^weights must be float32 or float64"):
-        cattn._cattn.softmax_backward(half, half, 1.0, None)
-
-
 def test_float16_and_bfloat16_do_not_mix() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     h, edges = np.ones((3, 1, 2), np.float16), [0, 3]

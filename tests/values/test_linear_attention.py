@@ -164,7 +164,7 @@ def test_a_wrong_argument_is_named(changes: dict[str, Any], says: str) -> None:
     ("changes", "says"),
     [
         ({"weight": np.ones((3, 4))}, r"weight must have shape \(C, K\) with C = 6 channels"),
-        ({"bias": np.ones(5)}, r"bias has shape \(5,\), the channels has \(6,\)"),
+        ({"bias": np.ones(5)}, r"bias must have one number for each column of x, shape \(6,\), got shape \(5,\)"),
         ({"state": np.ones((2, 6))}, r"state has shape \(2, 6\), which does not broadcast to \(..., K - 1, C\)"),
         ({"activation": "relu"}, "activation must be None or 'silu', got 'relu'"),
         ({"x": np.ones(6)}, "x must have at least 2 dimensions"),

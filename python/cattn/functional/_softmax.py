@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, as_bool, common_dtype, converted
-from .._input.checks import as_int
-from .._input.contexts import in_default_mode
+from .._input.arrays import as_array, as_bool
 from .._input.types import Alignment
 from ._options import implemented_in_c
 
@@ -133,7 +131,7 @@ def softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) ->
 
 
 def masked_softmax_axes(
-    scores: ArrayLike, axis: Any, mask: Any, is_causal: Any, query_offset: Any, scale: Any, method: Any, out: Any
+    scores: ArrayLike, mask: Any, axis: Any, is_causal: Any, query_offset: Any, scale: Any, method: Any, out: Any
 ) -> NDArray[Any]:
     """Return masked_softmax over an axis that is no Python int, or over several axes, which it merges into one."""
     array = as_array(scores, "scores")
@@ -230,8 +228,8 @@ def masked_softmax(  # type: ignore[empty-body]
     """
 
 
-@in_default_mode
-def softmax_backward(
+@implemented_in_c
+def softmax_backward(  # type: ignore[empty-body]
     grad_out: ArrayLike,
     weights: ArrayLike,
     axis: int = -1,
@@ -290,20 +288,3 @@ def softmax_backward(
     array([[ 0. ,  0. ],
            [-0.5,  0.5]])
     """
-    grad, result = as_array(grad_out, "grad_out"), as_array(weights, "weights")
-    dtype = common_dtype((grad, result), "grad_out and weights")
-    if dtype.itemsize == 2:  # computed in float32, rounded once
-        with np.errstate(all="ignore"):
-            wide = softmax_backward(converted(grad, np.float32), converted(result, np.float32), axis, scale=scale)
-            narrow = converted(wide, dtype)
-        return narrow if out is None else _cattn._store(narrow, out)
-    last = as_int(axis, "axis")
-    if last != -1 and not -result.ndim <= last < result.ndim:
-        raise ValueError(f"axis {_cattn._shown(last)} is out of bounds for weights with {result.ndim} dimensions")
-    if last == -1 or grad.shape != result.shape:
-        return _cattn.softmax_backward(grad, result, scale, out)
-    moved_out = out  # an out that does not fit is refused below
-    if isinstance(out, np.ndarray) and out.shape == result.shape:
-        moved_out = np.moveaxis(out, axis, -1)
-    moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)
-    return np.ascontiguousarray(np.moveaxis(moved, -1, axis)) if out is None else out
