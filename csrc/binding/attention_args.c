@@ -182,11 +182,31 @@ static bool parse_shapes(struct cattn_call *call, PyObject *const *args) {
 
 /* ---- masks and positions ---- */
 
-static bool parse_scale(struct cattn_call *call, PyObject *scale) {
+/* The slots of operands and numbers; what is part of another argument has none, and comes after the others. */
+#define SLOT_OF(name, ...) ARG_##name,
+static const int OPERAND_SLOTS[] = {ATTENTION_OPTIONS(SLOT_OF, NO_OPTION, NO_OPTION)};
+static const int NUMBER_SLOTS[] = {ATTENTION_OPTIONS(NO_OPTION, SLOT_OF, NO_OPTION)};
+enum {
+    N_OPERAND_SLOTS = sizeof OPERAND_SLOTS / sizeof *OPERAND_SLOTS,
+    N_NUMBER_SLOTS = sizeof NUMBER_SLOTS / sizeof *NUMBER_SLOTS
+};
+
+/* The real numbers that have a place in the params. */
+static bool parse_reals(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
-    if (scale != Py_None)
-        return cattn_arg_scale(scale, call->compute_type, &params->score_options.scale);
     cattn_default_scale(&params->head_dim, &params->score_options.scale);
+    for (int i = 0; i < N_NUMBER_SLOTS; i++) {
+        const struct cattn_number_row *row = &cattn_numbers[i];
+        PyObject *object = args[NUMBER_SLOTS[i]];
+        double *place = cattn_number_place(params, i);
+        if (place == NULL || object == Py_None)
+            continue;
+        if (!cattn_arg_real(object, row->name, place))
+            return false;
+        const char *fault = cattn_number_fault(row->kind, *place, params->dtype);
+        if (fault != NULL)
+            return cattn_error_value(object, "%s %s", row->name, fault);
+    }
     return true;
 }
 
@@ -317,17 +337,14 @@ static bool parse_head_numbers(struct cattn_call *call, PyObject *object, int op
     return true;
 }
 
-static bool parse_score_options(struct cattn_call *call, PyObject *const *args) {
-    double *softcap = &call->params->score_options.softcap;
-    if (args[ARG_softcap] != Py_None) {
-        if (!cattn_arg_real(args[ARG_softcap], "softcap", softcap))
+/* The arrays of numbers of each query head. */
+static bool parse_heads(struct cattn_call *call, PyObject *const *args) {
+    for (int i = 0; i < N_OPERAND_SLOTS; i++) {
+        const enum cattn_operand_kind kind = cattn_operands[i].kind;
+        if ((kind == SLOPES || kind == LOGITS) && !parse_head_numbers(call, args[OPERAND_SLOTS[i]], i))
             return false;
-        const char *fault = cattn_number_fault(BOUND, *softcap, call->params->dtype);
-        if (fault != NULL)
-            return cattn_error_value(args[ARG_softcap], "softcap %s", fault);
     }
-    return parse_head_numbers(call, args[ARG_alibi_slopes], OPERAND_alibi_slopes) &&
-           parse_head_numbers(call, args[ARG_sinks], OPERAND_sinks);
+    return true;
 }
 
 /* The copy of an array of key_indices, whose shape is checked first. */
@@ -384,9 +401,9 @@ static bool parse_edges(struct cattn_call *call, PyObject *rng) {
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
-    return parse_shapes(call, args) && parse_edges(call, args[ARG_rng]) && parse_scale(call, args[ARG_scale]) &&
+    return parse_shapes(call, args) && parse_edges(call, args[ARG_rng]) && parse_reals(call, args) &&
            parse_masks(call, args) && parse_block_mask(call, args[ARG_block_mask]) && parse_ranges(call, args) &&
-           parse_score_options(call, args) &&
+           parse_heads(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
            parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);
 }

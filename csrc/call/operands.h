@@ -1,7 +1,8 @@
 /* operands.h -- the table of attention's options: what a call reads from arrays, the numbers, and what it returns.
  *
  * Both ways into the core follow it, Python's and XLA's, and so do the integrations, by `_cattn._operands`. The order
- * follows the parameters of scaled_dot_product_attention. To add an option, see csrc/README.md.
+ * follows the parameters of scaled_dot_product_attention. To add an option, see
+ * docs/architecture.md.
  */
 #ifndef CATTN_OPERANDS_H
 #define CATTN_OPERANDS_H
@@ -11,32 +12,34 @@
 /* OPERAND(name, axes, kind, fits, calls, view): an array. The batch dimensions come before the axes and always
  * broadcast. Every letter is an axis:
  * N query head, K key-value head, T query, S key, H head_dim, D d_v, X a block of queries, Y a block of keys, L a place
- * in a list of keys. `view` is its tensor in struct cattn_attention_params; a mask of numbers is a bias there.
+ * in a list of keys. `view` is its tensor in struct cattn_attention_params; an attn_mask of floats is
+ * stored as bias[0], and `bias` as bias[1] then.
  *
- * NUMBER(name, kind): one value for the whole call. WISH(name): which results, and where. */
+ * NUMBER(name, kind, place, stage): one value for the whole call; its place in the params, if that is a real number,
+ * and the stage that is the first one to have it. WISH(name): which results, and where. */
 #define ATTENTION_OPTIONS(OPERAND, NUMBER, WISH)                                                                       \
     OPERAND(query, "NTH", STORED, EXACTLY, IN_ALL, query)                                                              \
     OPERAND(key, "KSH", KEYS, EXACTLY, IN_ALL, key)                                                                    \
     OPERAND(value, "KSD", VALUES, EXACTLY, IN_ALL & ~IN_STATISTICS, value)                                             \
     OPERAND(attn_mask, "NTS", MASK, BROADCASTS, IN_ALL & ~IN_PACKED, attn_mask)                                        \
-    NUMBER(dropout_p, PROBABILITY)                                                                                     \
-    NUMBER(is_causal, ALIGNMENT)                                                                                       \
-    NUMBER(scale, REAL)                                                                                                \
-    NUMBER(enable_gqa, CHOICE)                                                                                         \
-    NUMBER(layout, LAYOUT)                                                                                             \
+    NUMBER(dropout_p, PROBABILITY, NO_PLACE, QK)                                                                       \
+    NUMBER(is_causal, ALIGNMENT, NO_PLACE, QK)                                                                         \
+    NUMBER(scale, REAL, IN_PARAMS(score_options.scale), QK)                                                            \
+    NUMBER(enable_gqa, CHOICE, NO_PLACE, QK)                                                                           \
+    NUMBER(layout, LAYOUT, NO_PLACE, QK)                                                                               \
     OPERAND(bias, "NTS", COMPUTED, BROADCASTS, IN_ALL & ~IN_PACKED, bias[0])                                           \
     OPERAND(query_offset, "", OFFSETS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.offsets)                                \
     OPERAND(query_seq_lengths, "", QUERY_COUNTS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.query_lengths)                \
     OPERAND(key_value_seq_lengths, "", KEY_COUNTS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.key_lengths)                \
     OPERAND(key_value_seq_starts, "", KEY_COUNTS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.first_keys)                  \
-    NUMBER(window_size, WINDOW)                                                                                        \
-    NUMBER(softcap, BOUND)                                                                                             \
+    NUMBER(window_size, WINDOW, NO_PLACE, QK)                                                                          \
+    NUMBER(softcap, BOUND, IN_PARAMS(score_options.softcap), SOFTCAP)                                                  \
     OPERAND(alibi_slopes, "N", SLOPES, BROADCASTS, IN_ALL, slopes)                                                     \
     OPERAND(sinks, "N", LOGITS, BROADCASTS, IN_ALL, sinks)                                                             \
     OPERAND(block_mask, "NXY", BLOCKS, BROADCASTS, IN_ALL & ~IN_PACKED, block_mask)                                    \
     OPERAND(key_indices, "NTL", LISTS, BROADCASTS, IN_DENSE, key_indices)                                              \
-    NUMBER(compute_dtype, PRODUCTS)                                                                                    \
-    NUMBER(rng, SEED)                                                                                                  \
+    NUMBER(compute_dtype, PRODUCTS, NO_PLACE, QK)                                                                      \
+    NUMBER(rng, SEED, NO_PLACE, QK)                                                                                    \
     WISH(return_weights)                                                                                               \
     WISH(return_lse)                                                                                                   \
     WISH(return_dropout_mask)                                                                                          \
@@ -46,10 +49,12 @@
 #define ATTENTION_PARTS(OPERAND, NUMBER)                                                                               \
     OPERAND(key_scale, "KSH", SCALES, BROADCASTS, IN_ALL, key_scale)                                                   \
     OPERAND(value_scale, "KSD", SCALES, BROADCASTS, IN_ALL & ~IN_STATISTICS, value_scale)                              \
-    NUMBER(block_size, COUNT)
+    NUMBER(block_size, COUNT, NO_PLACE, QK)
 
 /* One of the lists alone, with its parts. */
 #define NO_OPTION(...)
+#define IN_PARAMS(member) offsetof(struct cattn_attention_params, member)
+#define NO_PLACE SIZE_MAX
 #define ATTENTION_OPERANDS(O) ATTENTION_OPTIONS(O, NO_OPTION, NO_OPTION) ATTENTION_PARTS(O, NO_OPTION)
 #define ATTENTION_NUMBERS(N) ATTENTION_OPTIONS(NO_OPTION, N, NO_OPTION) ATTENTION_PARTS(NO_OPTION, N)
 #define ATTENTION_WISHES(W) ATTENTION_OPTIONS(NO_OPTION, NO_OPTION, W)
@@ -102,28 +107,8 @@ enum { CALL_KINDS(CALL_BIT) IN_ALL = (1 << N_CALL_KINDS) - 1 };
 
 #define OPERAND_INDEX(name, ...) OPERAND_##name,
 enum { ATTENTION_OPERANDS(OPERAND_INDEX) N_ATTENTION_OPERANDS };
-#define NUMBER_INDEX(name, kind) NUMBER_##name,
+#define NUMBER_INDEX(name, ...) NUMBER_##name,
 enum { ATTENTION_NUMBERS(NUMBER_INDEX) N_ATTENTION_NUMBERS };
-
-struct cattn_operand_row {
-    const char *name, *axes;
-    enum cattn_operand_kind kind;
-    enum cattn_fits fits;
-    unsigned calls;
-    size_t view; /* offset of its tensor in struct cattn_attention_params */
-};
-struct cattn_number_row {
-    const char *name;
-    enum cattn_number_kind kind;
-};
-extern const struct cattn_operand_row cattn_operands[N_ATTENTION_OPERANDS];
-extern const struct cattn_number_row cattn_numbers[N_ATTENTION_NUMBERS];
-extern const char *const cattn_operand_kinds[N_OPERAND_KINDS];
-extern const char *const cattn_number_kinds[N_NUMBER_KINDS];
-extern const char *const cattn_call_kinds[N_CALL_KINDS];
-
-/* The tensor of an operand in the params. */
-struct cattn_tensor *cattn_operand_view(struct cattn_attention_params *params, int operand);
 
 /* The steps of attention, in order: attention_weights and the live page show each of them. */
 enum cattn_stage {
@@ -135,6 +120,30 @@ enum cattn_stage {
     CATTN_STAGE_DROPOUT,
     CATTN_STAGE_OUT
 };
+struct cattn_operand_row {
+    const char *name, *axes;
+    enum cattn_operand_kind kind;
+    enum cattn_fits fits;
+    unsigned calls;
+    size_t view; /* offset of its tensor in struct cattn_attention_params */
+};
+struct cattn_number_row {
+    const char *name;
+    enum cattn_number_kind kind;
+    size_t place; /* offset of a double in struct cattn_attention_params, or NO_PLACE */
+    enum cattn_stage stage;
+};
+extern const struct cattn_operand_row cattn_operands[N_ATTENTION_OPERANDS];
+extern const struct cattn_number_row cattn_numbers[N_ATTENTION_NUMBERS];
+extern const char *const cattn_operand_kinds[N_OPERAND_KINDS];
+extern const char *const cattn_number_kinds[N_NUMBER_KINDS];
+extern const char *const cattn_call_kinds[N_CALL_KINDS];
+
+/* The tensor of an operand in the params. */
+struct cattn_tensor *cattn_operand_view(struct cattn_attention_params *params, int operand);
+/* The place of a number in the params; NULL if it has none. */
+double *cattn_number_place(struct cattn_attention_params *params, int number);
+
 /* Removes the steps after the stage from the params. */
 void cattn_stop_at(struct cattn_attention_params *params, enum cattn_stage stage);
 

@@ -43,8 +43,9 @@ static void fill_options(const struct xla_call *call, struct cattn_attention_par
     params->head_dim = call->sizes['H'];
     params->d_v = call->sizes['D'];
     cattn_set_block_size(params, call->numbers[NUMBER_block_size][0].integer);
-    params->score_options.scale = call->numbers[NUMBER_scale][0].real;
-    params->score_options.softcap = call->numbers[NUMBER_softcap][0].real;
+    for (int i = 0; i < N_ATTENTION_NUMBERS; i++)
+        if (cattn_number_place(params, i) != NULL)
+            *cattn_number_place(params, i) = call->numbers[i][0].real;
     params->ranges.left = bound_of(call, 0);
     params->ranges.right = corner != 0 ? 0 : bound_of(call, 1);
     params->ranges.lower_right = corner == XLA_LOWER_RIGHT;
