@@ -70,7 +70,7 @@ def one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
 # ISO C, and what compilers bring along for their own extensions.
 PORTABLE_HEADERS = (
     r"(?:assert|fenv|float|inttypes|limits|math|stdarg|stdatomic|stdbool|stddef|stdint|stdio|stdlib|string)\.h|"
-    r"(?:cpuid|immintrin|sanitizer/asan_interface)\.h"
+    r"(?:arm_neon|cpuid|immintrin|sanitizer/asan_interface)\.h"
 )
 # Names of operating systems, and functions that ISO C headers declare on some of them only.
 SYSTEM = (
