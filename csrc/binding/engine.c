@@ -10,7 +10,6 @@
 #define WISH_ARGUMENT(name) {#name, WISH_ROLE, NULL, 0, 0, 0, NOWHERE, NULL},
 #define RESULT_ARGUMENT(name, axes, kind, where, view) {#name, RESULT_ROLE, axes, kind, where, 0, view, NULL},
 #define RETURNED(name, axes, kind, condition, view) {#name, RESULT_ROLE, axes, kind, APART, 0, view, #condition},
-#define NOT_RETURNED(...)
 
 #define FUNCTION_ROWS(name, TABLE, main, params_of, function, set, ...)                                                \
     static const struct cattn_argument name##_arguments[] = {                                                          \
@@ -23,8 +22,7 @@
         cattn_clear_##params_of(p);                                                                                    \
         set;                                                                                                           \
     }                                                                                                                  \
-    static enum cattn_status compute_##name(const void *params) { return function(params); }                           \
-    _Static_assert(sizeof(struct cattn_##params_of##_params) <= sizeof(union params), "room for the params");
+    static enum cattn_status compute_##name(const void *params) { return function(params); }
 #define COUNT_OF(rows) ((int)(sizeof(rows) / sizeof *(rows)))
 #define FUNCTION(name_of, TABLE, main_of, params, function, set, ...)                                                  \
     [FUNCTION_##name_of] = {.name = #name_of,                                                                          \
@@ -37,16 +35,12 @@
                             .compute = compute_##name_of,                                                              \
                             __VA_ARGS__},
 
+#define MEMBER(name, TABLE, main, params, ...) struct cattn_##params##_params name;
 union params {
-    struct cattn_softmax_params softmax;
-    struct cattn_softmax_backward_params softmax_backward;
-    struct cattn_dropout_memory dropout;
-    struct cattn_norm_params norm;
-    struct cattn_norm_backward_params norm_backward;
-    struct cattn_activation_params activation;
-    struct cattn_rope_params rope;
-    struct cattn_conv_params conv;
-    struct cattn_linear_memory linear_attention;
+    FUNCTIONS(MEMBER)
+    PRIVATE_FUNCTIONS(MEMBER)
+    struct cattn_dropout_memory dropout_memory;
+    struct cattn_linear_memory linear_memory;
 };
 
 /* For `over_axes`. */
@@ -66,6 +60,11 @@ static enum cattn_relation relation_of(const struct cattn_argument *row, const c
 /* Whether the engine reads arrays of this kind. */
 static bool is_taken(int kind) { return kind == STORED || kind == COMPUTED || kind == PROMOTED || kind == BOOLS; }
 
+/* Whether it reads numbers of this kind into the params, bools and doubles. */
+static bool is_parsed(int kind) {
+    return kind == FLAG || kind == REAL || kind == BOUND || kind == PROBABILITY || kind == NOT_NEGATIVE || kind == BASE;
+}
+
 /* The slot of an argument, or -1 for "NO_MAIN" and "ALWAYS"; -2: there is no such argument. */
 static int find_slot(const struct cattn_function *function, const char *name) {
     for (int slot = 0; slot < function->n_arguments; slot++)
@@ -74,33 +73,41 @@ static int find_slot(const struct cattn_function *function, const char *name) {
     return strcmp(name, "NO_MAIN") == 0 || strcmp(name, "ALWAYS") == 0 ? -1 : -2;
 }
 
+/* False: there is no room. */
+static bool append(struct cattn_slot *slots, int *n, int most, const struct cattn_slot *slot) {
+    if (*n == most)
+        return false;
+    slots[(*n)++] = *slot;
+    return true;
+}
+
 static bool prepare(struct cattn_function *function) {
     function->main = find_slot(function, function->main_name);
-    bool is_known = function->main > -2;
+    bool fits = function->main > -2 && function->n_arguments + function->n_returned <= CATTN_MOST_SLOTS;
     const char *main = function->main >= 0 ? function->arguments[function->main].axes : "*";
     function->least_axes = (int)strlen(main) - 1; /* without `*` */
     function->axis = -1;
-    for (int i = 0; i < function->n_arguments + function->n_returned; i++) {
+    function->n_arrays = function->n_numbers = function->n_results = 0;
+    for (int i = 0; fits && i < function->n_arguments + function->n_returned; i++) {
         const bool is_argument = i < function->n_arguments;
         const struct cattn_argument *row =
             is_argument ? &function->arguments[i] : &function->returned[i - function->n_arguments];
         struct cattn_slot slot = {.row = row,
                                   .slot = is_argument ? i : -1,
                                   .condition = find_slot(function, row->condition != NULL ? row->condition : "ALWAYS")};
-        is_known = is_known && slot.condition > -2;
+        fits = slot.condition > -2 && (row->role != NUMBER_ROLE || row->place == NOWHERE || is_parsed(row->kind));
         if (row->role == ARRAY_ROLE || row->role == RESULT_ROLE)
             slot.relation = relation_of(row, main);
         if (row->role == ARRAY_ROLE && is_taken(row->kind))
-            function->arrays[function->n_arrays++] = slot;
+            fits = fits && append(function->arrays, &function->n_arrays, CATTN_MOST_ARRAYS, &slot);
         else if (row->role == RESULT_ROLE)
-            function->results[function->n_results++] = slot;
+            fits = fits && append(function->results, &function->n_results, CATTN_MOST_RESULTS, &slot);
         else if (row->role == WISH_ROLE || (row->role != ARRAY_ROLE && row->place != NOWHERE))
-            function->numbers[function->n_numbers++] = slot;
+            fits = fits && append(function->numbers, &function->n_numbers, CATTN_MOST_ARRAYS, &slot);
         else if (row->role == NUMBER_ROLE && (row->kind == AXIS || row->kind == AXES))
             function->axis = i;
     }
-    return is_known ||
-           cattn_raise(PyExc_SystemError, "the row of %s names an argument that its table lacks", function->name);
+    return fits || cattn_raise(PyExc_SystemError, "the row of %s and its table do not fit", function->name);
 }
 
 bool cattn_prepare_functions(void) {
@@ -325,15 +332,12 @@ static bool take_numbers(struct cattn_function_call *call) {
     for (int i = 0; i < function->n_numbers; i++) {
         const struct cattn_argument *row = function->numbers[i].row;
         PyObject *object = call->args[function->numbers[i].slot];
-        void *place = (char *)call->params + row->place;
-        bool wish;
-        if (row->role == WISH_ROLE) {
-            if (!cattn_arg_flag(object, row->name, &wish))
-                return false;
-            call->wishes |= (unsigned)wish << function->numbers[i].slot;
-        } else if (row->role == NUMBER_ROLE ? !take_number(call, row, object, place) : !take_word(row, object, place)) {
+        bool wish = false;
+        if (row->role == WISH_ROLE     ? !cattn_arg_flag(object, row->name, &wish)
+            : row->role == NUMBER_ROLE ? !take_number(call, row, object, (char *)call->params + row->place)
+                                       : !take_word(row, object, &CATTN_AT(int, call->params, row->place)))
             return false;
-        }
+        call->wishes |= (unsigned)wish << function->numbers[i].slot;
     }
     return true;
 }

@@ -258,10 +258,13 @@ static bool settle(struct cattn_function_call *call, struct cattn_range_args *ra
 }
 
 bool cattn_settle_masked_softmax(struct cattn_function_call *call) {
+    PyObject *const is_causal = call->args[MASKED_SOFTMAX_is_causal];
     struct cattn_range_args ranges;
-    const bool settled = cattn_arg_ranges(call->state, call->args[MASKED_SOFTMAX_is_causal],
-                                          call->args[MASKED_SOFTMAX_query_offset], Py_None, &ranges) &&
-                         settle(call, &ranges);
+    if (is_causal == Py_False && call->args[MASKED_SOFTMAX_query_offset] == Py_None && call->own_nd > 0)
+        return true;
+    const bool settled =
+        cattn_arg_ranges(call->state, is_causal, call->args[MASKED_SOFTMAX_query_offset], Py_None, &ranges) &&
+        settle(call, &ranges);
     call->kept = (PyObject *)ranges.offsets; /* there are no other arrays */
     return settled;
 }
