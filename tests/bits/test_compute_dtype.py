@@ -25,10 +25,9 @@ from support import (
     in_contract,
     looped,
     product,
-    quiet,
     table,
 )
-from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, yardstick
+from support.bit_cases import BLOCK, CASES, Call, Normal, build, yardstick
 
 with benchmarks_importable():
     from benchmarks.accuracy import BOUNDS
@@ -57,16 +56,6 @@ def test_every_path_and_table_gives_the_same_bits(name: str, isa: str, products:
     right = yardstick_of(name, "scalar" if in_contract(isa) else isa, products["compute_dtype"])
     for way, result in every_way(lambda: everything(**call), tiny=call["key"].shape[-2] <= BLOCK, threads=(3,)):
         assert_same_bits(result, right, way)
-
-
-@pytest.mark.parametrize("options", [{}, {"is_causal": "lower_right"}, {"dropout_p": 0.3, "rng": 3}])
-def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal, products: Any) -> None:
-    T_k = CHUNK + 250
-    for T_q in (1, 98):
-        call = {"query": normal(2, T_q, 6), "key": normal(2, T_k, 6), "value": normal(2, T_k, 9)} | products | options
-        right = yardstick(call, isa)
-        for way, result in every_way(lambda of=call: everything(**of), tiny=False):
-            assert_same_bits(result, right, f"{T_q} queries, {way}")
 
 
 @pytest.mark.parametrize("rows", [1, 5, 98])
@@ -121,34 +110,6 @@ def test_subnormal_numbers_and_sums_are_zeros(isa: str, products: Any) -> None:
     assert score(-tiny * 0.99) == 0
     value = np.full((1, 1), tiny / 2, np.float32)
     assert cattn.scaled_dot_product_attention(one, one, value, **products) == 0
-
-
-@pytest.mark.promise("products of bfloat16")
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 2.0}, {"dropout_p": 0.3, "rng": 1}])
-def test_float32_is_rounded_to_nearest_first(options: Call, isa: str, normal: Normal, products: Any) -> None:
-    """float32 inputs are rounded as NumPy rounds; bfloat16 inputs give the same output, rounded; mixed inputs too."""
-    arrays = [normal(2, 3, 300, 33) for _ in range(3)]
-    halves = [a.astype(BF16) for a in arrays]
-    right = everything(**dict(zip(("query", "key", "value"), arrays, strict=True)), **options, **products)
-    for given in ([a.astype(np.float32) for a in halves], [arrays[0], *halves[1:]], [halves[0], *arrays[1:]]):
-        found = everything(**dict(zip(("query", "key", "value"), given, strict=True)), **options, **products)
-        assert_same_bits(found, right)
-    small = everything(**dict(zip(("query", "key", "value"), halves, strict=True)), **options, **products)
-    assert small.out.dtype == small.weights.dtype == BF16
-    assert_same_bits(small, right._replace(out=quiet(right.out, BF16), weights=quiet(right.weights, BF16)))
-
-
-@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
-def test_quantized_numbers_are_multiplied_by_their_scales_first(
-    kind: Any, isa: str, normal: Normal, products: Any
-) -> None:
-    query, key, value = (normal(2, 300, 33) for _ in range(3))
-    small = [cattn.quantize(a, dtype=kind) for a in (key, value)]
-    wide = [cattn.dequantize(a) for a in small]
-    for T_q in (1, 20, 300):
-        for pair in (small, [small[0], wide[1]], [wide[0], small[1]]):
-            found = everything(query=query[:, :T_q], key=pair[0], value=pair[1], **products)
-            assert_same_bits(found, everything(query=query[:, :T_q], key=wide[0], value=wide[1], **products))
 
 
 def test_values_agree_with_the_reference(isa: str, normal: Normal, products: Any) -> None:
@@ -227,18 +188,6 @@ def test_rows_have_the_bits_that_they_have_alone(name: str, isa: str, normal: No
         assert_same_bits(result, whole, way)
 
 
-def test_packed_sequences_have_the_bits_of_each_alone(isa: str, normal: Normal, products: Any) -> None:
-    query, key, value = normal(900, 4, 16), normal(1100, 2, 16), normal(1100, 2, 24)
-    edges_q, edges_k = [0, 300, 300, 320, 900], [0, 400, 500, 501, 1100]
-    for dtype in (np.float32, BF16):
-        arrays = [a.astype(dtype) for a in (query, key, value)]
-        out = cattn.varlen_attention(*arrays, edges_q, edges_k, is_causal="lower_right", **products)
-        for q0, q1, k0, k1 in zip(edges_q, edges_q[1:], edges_k, edges_k[1:], strict=False):
-            one = (a[i:j].swapaxes(0, 1) for a, i, j in zip(arrays, (q0, k0, k0), (q1, k1, k1), strict=True))
-            alone = cattn.scaled_dot_product_attention(*one, is_causal="lower_right", enable_gqa=True, **products)
-            assert_same_bits(np.ascontiguousarray(out[q0:q1].swapaxes(0, 1)), alone)
-
-
 @pytest.mark.promise("decoding")
 @pytest.mark.parametrize("dtype", [np.float32, BF16, "int8"])
 def test_decoding_has_the_bits_of_one_pass(dtype: Any, isa: str, normal: Normal, products: Any) -> None:
@@ -306,18 +255,6 @@ def test_gradients_are_those_of_float32_at_the_rounded_inputs(
         assert getattr(found, name).dtype == (np.float32 if name == "sinks" else dtype)
 
 
-def test_gradients_of_packed_sequences(normal: Normal, products: Any) -> None:
-    query, key, value, grad_out = normal(90, 4, 16), normal(110, 2, 16), normal(110, 2, 16), normal(90, 4, 16)
-    edges: Any = ([0, 30, 90], [0, 40, 110])
-    result = cattn.varlen_attention(query, key, value, *edges, return_lse=True, **products)
-    given = result.out, result.lse, *edges
-    found = cattn.varlen_attention_backward(grad_out, query, key, value, *given, **products)
-    near = [a.astype(BF16).astype(np.float32) for a in (query, key, value)]
-    right = cattn.varlen_attention_backward(grad_out, *near, *given)
-    for name in ("query", "key", "value"):
-        assert_same_bits(getattr(found, name), getattr(right, name), name)
-
-
 # ---- arguments -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", ml_dtypes.bfloat16, BF16])
 def test_it_is_a_word_or_a_dtype(compute_dtype: Any, normal: Normal) -> None:
@@ -366,24 +303,6 @@ def test_derivatives_in_a_direction_refuse_it(normal: Normal, products: Any) -> 
     x = normal(2, 5, 8)
     with pytest.raises(TypeError, match="keyword argument 'compute_dtype': leave it out, and round the inputs"):
         cattn.attention_jvp(x, x, x, x, **products)
-
-
-def test_it_changes_stages_too(normal: Normal, products: Any) -> None:
-    query, key = normal(2, 40, 16), normal(2, 50, 16)
-    near = [a.astype(BF16).astype(np.float32) for a in (query, key)]
-    for stage in ("qk", "softcap", "softmax"):
-        found = cattn.attention_weights(query, key, stage=stage, softcap=3.0, **products)
-        np.testing.assert_allclose(found, cattn.attention_weights(*near, stage=stage, softcap=3.0), rtol=0, atol=3e-6)
-        assert np.abs(found - cattn.attention_weights(query, key, stage=stage, softcap=3.0)).max() > 1e-5
-
-
-def test_lists_of_keys(isa: str, normal: Normal, rng: np.random.Generator, products: Any) -> None:
-    query, key, value = normal(2, 3, 300, 16), normal(2, 3, 400, 16), normal(2, 3, 400, 16)
-    lists = rng.integers(-1, 400, (1, 300))
-    result = cattn.scaled_dot_product_attention(query, key, value, key_indices=lists, **products)
-    chosen = lists[0][lists[0] >= 0]
-    alone = cattn.scaled_dot_product_attention(query, key[..., chosen, :], value[..., chosen, :], **products)
-    assert_same_bits(result, alone)
 
 
 def test_the_reference_rounds_in_the_same_way(rng: np.random.Generator, products: Any) -> None:

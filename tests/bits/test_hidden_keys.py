@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import cattn
 from cattn.reference._attention import score
 from support import INF, NAN, assert_same_bits, every_way, everything, examples, looped, part, visibility_of
-from support.calls import calls
 
 Call = dict[str, Any]
 Normal = Callable[..., np.ndarray]
@@ -168,34 +167,6 @@ def test_the_same_poison_shows_where_it_is_visible(isa: str, dtype: type) -> Non
             assert (shown == sees[0, :, seen[0]]).all(), f"{name}, {field}"
 
 
-def test_hidden_keys_change_no_bit_on_any_path(isa: str, dtype: type, path: str, normal: Normal) -> None:
-    """With inputs small enough for every path, the tiny one included."""
-    for T_q, T_k in ((1, 5), (6, 6), (9, 40), (17, 190)):
-        call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), T_q, T_k, is_causal="lower_right")
-        call["attn_mask"] = ~every_third(T_k)
-        right = everything(**call)
-        for kind in POISONS:
-            dirty = {f: np.where(every_third(T_k)[:, None], poison_of(kind, dtype), call[f]) for f in ("key", "value")}
-            assert_same_bits(everything(**call | dirty), right, kind)
-
-
-@pytest.mark.parametrize("kind", ["NaN", "inf", "1e38"])
-def test_hidden_keys_change_no_bit_past_three_key_chunks(isa: str, dtype: type, kind: str, normal: Normal) -> None:
-    """Hidden: a whole key chunk, the first block of another, single keys, and the unused end of a cache."""
-    chunk, block = cattn._cattn._chunk_keys(), cattn._cattn._block_keys()
-    T_k = 3 * chunk + 100
-    keys = np.arange(T_k)
-    unseen = (keys < block) | ((keys >= chunk) & (keys < 2 * chunk)) | (keys >= 3 * chunk + 40) | (keys % 50 == 3)
-    call = inputs(lambda *shape: normal(*shape, dtype=dtype), (1,), 3, T_k, attn_mask=~unseen)
-    tail = inputs(lambda *shape: normal(*shape, dtype=dtype), (1,), 3, T_k, is_causal=True, query_offset=3 * chunk + 2)
-    for clean, hidden in ((call, unseen), (tail, keys > 3 * chunk + 4)):
-        poison = poison_of(kind, dtype)
-        dirty = clean | {field: np.where(hidden[:, None], poison, clean[field]) for field in ("key", "value")}
-        right = everything(**clean)
-        for way, result in every_way(lambda of=dirty: everything(**of), tiny=False):
-            assert_same_bits(result, right, way)
-
-
 # ---- keys that some queries see ------------------------------------------------------------------------------------
 def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
     """Calls in which each key is seen by some rows and hidden from others."""
@@ -336,16 +307,6 @@ def test_a_dropped_weight_does_not_hide_a_nan_value(isa: str, dtype: type, path:
     assert np.isfinite(result.out[:, [0, 2]]).all()
 
 
-def test_hidden_keys_change_no_bit_of_attention_weights(isa: str, dtype: type, path: str, normal: Normal) -> None:
-    call = {"query": normal(2, 30, 9, dtype=dtype), "key": normal(2, 150, 9, dtype=dtype)}
-    call |= {"is_causal": "upper_left", "attn_mask": ~every_third(150)}
-    right = cattn.attention_weights(**call)
-    hidden = every_third(150) | (np.arange(150) >= 30)
-    for kind in POISONS:
-        dirty = np.where(hidden[:, None], poison_of(kind, dtype), call["key"])
-        assert_same_bits(cattn.attention_weights(**call | {"key": dirty}), right, kind)
-
-
 # ---- random calls --------------------------------------------------------------------------------------------------
 @given(st.data())
 @examples(60)
@@ -384,41 +345,6 @@ def test_rows_that_see_no_poison_keep_their_bits_under_random_masks(isa: str, da
     for way, result in every_way(lambda: everything(**dirty), tiny=False):
         assert_same_bits(part(result, untouched), part(right, untouched), way)
         assert not result.weights[~sees].any(), way
-
-
-def unseen_keys(call: Call) -> list[np.ndarray]:
-    """Return which rows of key and of value no query sees, each in the batch shape of its array."""
-    sees = visible(call).any(axis=-2)  # (*batch, H, T_k)
-    rank = max(call[name].ndim for name in ("query", "key", "value"))
-    kv_heads = max(call[name].shape[-3] if call[name].ndim > 3 else 1 for name in ("key", "value"))
-    if rank > 3 and 1 < kv_heads < sees.shape[-2]:
-        group = sees.shape[-2] // kv_heads
-        sees = sees.reshape(*sees.shape[:-2], kv_heads, group, sees.shape[-1]).any(axis=-2)
-    elif rank < 4:
-        sees = sees[..., 0, :]
-    found = []
-    for name in ("key", "value"):
-        batch = call[name].shape[:-2]
-        own = sees.any(axis=tuple(range(sees.ndim - 1 - len(batch))))
-        shared = tuple(axis for axis, size in enumerate(batch) if size == 1)
-        found.append(np.broadcast_to(~own.any(axis=shared, keepdims=True), (*batch, own.shape[-1])))
-    return found
-
-
-@pytest.mark.promise("hidden keys")
-@given(st.data())
-@examples(100, long=5000)
-def test_hidden_keys_change_no_bit_of_random_calls(isa: str, data: st.DataObject) -> None:
-    """With every option, rank, stride and dtype: all keys and values that no query sees are overwritten."""
-    call, _ = data.draw(calls())
-    stored = call["key"].dtype.type
-    poison = poison_of(data.draw(st.sampled_from(list(POISONS))), stored)
-    dirty = dict(call)
-    for name, unseen in zip(("key", "value"), unseen_keys(call), strict=True):
-        dirty[name] = np.where(unseen[..., None], poison, call[name])
-    right = everything(**call)
-    for way, result in every_way(lambda: everything(**dirty), tiny=False):
-        assert_same_bits(result, right, way)
 
 
 def test_blocks_of_queries_that_go_through_the_keys_together_have_windows_of_their_own() -> None:

@@ -188,39 +188,6 @@ def test_larger_calls(name: str, isa: str) -> None:
     assert_same_fields(cattn.scaled_dot_product_attention(**call, **EXTRAS, out=given), found, "out")
 
 
-def test_a_hole_changes_nothing() -> None:
-    """A tree of drafts: the queries of a path have the bits of the plain sequence, whatever lies between its keys."""
-    x = np.random.default_rng(0).standard_normal((3, 2, 220, 16)).astype(np.float32)
-    query, key, value = x
-    plain = cattn.causal_attention(query, key, value)
-    place = np.sort(np.random.default_rng(1).permutation(400)[:220])  # of each token in a cache with other branches
-    cache = np.full((2, 2, 400, 16), NAN, np.float32)
-    cache[:, :, place] = x[1:]
-    path = np.where(np.tri(220, dtype=bool), place, -1)
-    assert_same_bits(cattn.scaled_dot_product_attention(query, *cache, key_indices=path), plain)
-    spread = np.full((220, 400), -1)
-    spread[:, place] = path
-    assert_same_bits(cattn.scaled_dot_product_attention(query, *cache, key_indices=spread), plain)
-
-
-@pytest.mark.parametrize("stage", ["qk", "softcap", "bias", "mask", "softmax"])
-def test_stages(stage: str, isa: str) -> None:
-    for name in ("one list, causal", "one list, masks", "blocks"):
-        call = {k: v for k, v in LARGE[name].items() if k != "value"}
-        dense = cattn.attention_weights(**{k: v for k, v in call.items() if k != "key_indices"}, stage=stage)
-        found = cattn.attention_weights(**call, stage=stage)
-        indices = np.broadcast_to(call["key_indices"], found.shape)
-        if stage == "softmax":
-            assert_same_bits(found, attend(**LARGE[name]).weights)
-            continue
-        right = np.take_along_axis(dense, np.maximum(indices, 0), axis=-1)
-        right[indices < 0] = -INF
-        assert_same_bits(found, right, name)
-        wanted = reference.attention_weights(**{k: np.asarray(v, np.float64) if k in ("query", "key") else v
-                                                for k, v in call.items()}, stage=stage)  # fmt: skip
-        np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=2e-2)
-
-
 X, FIRST = np.ones((2, 4, 7, 8), np.float32), np.zeros((7, 3), int)
 
 
@@ -295,13 +262,6 @@ def test_other_functions_do_not_take_it(name: str) -> None:
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
-def differentiate(call: Call, seed: int = 0, **options: Any) -> cattn.AttentionGradients:
-    """Return the gradients of random gradients of output and log-sum-exp."""
-    result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
-    rng = np.random.default_rng(seed)
-    grad_out = rng.standard_normal(result.out.shape).astype(result.out.dtype)
-    grad_lse = rng.standard_normal(result.lse.shape)
-    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call, **options)
 
 
 @pytest.mark.promise("gradients' bits")
@@ -342,54 +302,6 @@ def test_gradients_are_sums_of_those_of_the_gathered_keys(own_heads: bool, own_r
                 found = cattn.attention_backward(**given, **same)
             for name, a in right.items():
                 assert_same_bits(getattr(found, name), a, f"{name}, {threads} threads")
-
-
-def test_gradients_do_not_depend_on_the_strides_of_the_lists() -> None:
-    call = make(50, 70, 4, 2, (30,), np.float32)
-    shared = np.broadcast_to(call["key_indices"], (2, 4, 50, 30))
-    for indices in (shared, shared[:, :1], shared[:, :, :1], shared[0, 0]):
-        views = differentiate(call | {"key_indices": indices})
-        assert_same_fields(views, differentiate(call | {"key_indices": indices.copy()}), str(indices.shape))
-
-
-@pytest.mark.promise("gradients")
-@examples(25)
-@given(gathered_calls(), st.integers(0, 2**32))
-def test_gradients_of_any_call(drawn: tuple[Call, type], seed: int) -> None:
-    call, dtype = drawn
-    found = differentiate(call, seed)
-    for way in ways(np.random.default_rng(seed)):
-        assert_same_fields(differentiate(call, seed), found, way)
-    assert_same_fields(differentiate(poisoned(call), seed), found, "poison")
-    if call["query"].dtype in HALVES:
-        return
-    wide = widened(call)
-    result = cattn.scaled_dot_product_attention(**wide, return_lse=np.float64)
-    rng = np.random.default_rng(seed)
-    given = {"grad_out": rng.standard_normal(result.out.shape).astype(result.out.dtype)}
-    given["grad_lse"] = rng.standard_normal(result.lse.shape)
-    right = reference.attention_backward(**wide, **given, out=result.out, lse=result.lse)
-    eps = 2e-3 if dtype == np.float32 else 1e-9
-    for name, a in right._asdict().items():
-        assert (a is None) == (getattr(found, name) is None), name
-        if a is not None and a.size:
-            limit = eps * (1 + np.abs(a).max())
-            np.testing.assert_allclose(getattr(found, name), a, rtol=0, atol=limit, err_msg=name)
-
-
-def test_gradients_by_finite_differences() -> None:
-    call = make(9, 20, 4, 2, (2, 1, 9, 8), np.float64, is_causal="lower_right", sinks=np.array([0.5, -1, 0, 2]),
-                bias=np.random.default_rng(5).standard_normal((4, 9, 20)))  # fmt: skip
-    result = cattn.scaled_dot_product_attention(**call, return_lse=True)
-    grad_out = np.random.default_rng(0).standard_normal(result.out.shape)
-    gradients = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
-    for name, gradient in gradients._asdict().items():
-        step = np.random.default_rng(1).standard_normal(gradient.shape)
-        ends = [
-            (cattn.scaled_dot_product_attention(**call | {name: call[name] + h * step}) * grad_out).sum()
-            for h in (1e-5, -1e-5)
-        ]
-        np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, (gradient * step).sum(), rtol=1e-7, err_msg=name)
 
 
 def test_a_forgotten_option_is_an_error() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import cattn
 from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges
-from support import HALVES, INF, NAN, assert_same_bits, each, looped, quiet, widened, without
+from support import BF16, HALVES, INF, NAN, WORDS, assert_same_bits, each, looped, quiet, widened, without
 from support.calls import (
     F8,
     calls,
@@ -30,6 +30,7 @@ from support.calls import (
     tokens_first,
 )
 from support.derivatives import TANGENTS
+from support.laws import poisoned
 
 Call = dict[str, Any]
 Ask = Callable[[Call], Any]  # makes the call, and returns a tuple of arrays with names
@@ -546,7 +547,34 @@ STORED_AS_HALVES = Row(
 )  # fmt: skip
 
 
-ROWS = {row.option: row for row in (BLOCK_MASK, STARTS, LAYOUT, QUANTIZED, KEY_INDICES, STORED_AS_HALVES)}
+# ---- compute_dtype: the call on inputs that are rounded to bfloat16 already ------------------------------------------
+def rounded_first(ask: Ask, call: Call) -> Any:
+    near = {name: quiet(quiet(call[name], BF16), np.float32) for name in ("query", "key", "value") if name in call}
+    return ask(call | near)
+
+
+def with_products(call: Call, word: str) -> Call:
+    """Return the call with products of bfloat16 on numbers of float32."""
+    wide = {name: quiet(x, np.float32) for name, x in call.items() if isinstance(x, np.ndarray) and x.dtype in FLOATS}
+    return call | wide | {"compute_dtype": word}
+
+
+PRODUCTS = Row(
+    "compute_dtype",
+    {
+        name: lambda word, of=of: with_products(of(np.float32), word)
+        for name, of in STORED_AS_HALVES.cases.items()
+        if name != "bias of halves"
+    },
+    equivalent=rounded_first,
+    drawn=st.builds(with_products, calls().map(lambda drawn: drawn[0]), st.sampled_from(WORDS)),
+    dtypes=list(WORDS),
+    poisoned=lambda call: [poisoned(call)],
+    refuses={"tangents": "compute_dtype", "statistics": "compute_dtype"},
+)
+
+
+ROWS = {row.option: row for row in (BLOCK_MASK, STARTS, LAYOUT, QUANTIZED, KEY_INDICES, STORED_AS_HALVES, PRODUCTS)}
 CASES = [(row, name) for row in ROWS.values() for name in row.cases]
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
 

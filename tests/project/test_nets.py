@@ -153,8 +153,7 @@ _STATES = "linear_attention_backward causal_conv_backward"
 ABSENT: dict[str, dict[str, str]] = {
     "the C problems": {"it returns counts, which are no bits": "explain"},
     "row_table.py or equivalences": {
-        "tests/values/test_varlen.py": "varlen_attention_backward",
-        "tests/values/test_statistics.py": "varlen_attention_statistics",
+        "tests/values/test_varlen.py": "varlen_attention_backward varlen_attention_statistics",
         "tests/values/test_masks.py": "causal_mask",
     },
     "support/wrong_calls.py": {
@@ -258,7 +257,6 @@ NO_ROW = {
     **dict.fromkeys(["dropout_p", "rng"], "tests/values/test_dropout.py"),
     **dict.fromkeys(["scale", "bias", "softcap", "alibi_slopes", "sinks"], "tests/values/test_attention.py"),
     "enable_gqa": "tests/values/test_attention.py",
-    "compute_dtype": "tests/bits/test_compute_dtype.py",
     **dict.fromkeys(["key_scale", "value_scale"], "a part of Quantized, which has a row"),
     "block_size": "a part of block_mask, which has a row",
 }

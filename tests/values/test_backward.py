@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
-from support import HALVES, INF, NAN, assert_same_bits, examples, in_contract, looped, quiet, table, widened
+from support import INF, NAN, assert_same_bits, examples, looped, quiet
 from support.calls import calls
 from support.derivatives import (
     FIELDS,
@@ -134,31 +134,6 @@ def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_hea
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------------
-@pytest.mark.promise("gradients")
-@pytest.mark.parametrize("name", ["plain", "causal", "mask", "bias of all heads", "groups", "dropout"])
-def test_autograd_of_torch_agrees(name: str, rng: np.random.Generator) -> None:
-    torch = pytest.importorskip("torch")
-    kv_heads = 2 if name == "groups" else 4
-    call = qkv(rng, np.float64, (2, 4, 120, 16), (2, kv_heads, 120, 16), (2, kv_heads, 120, 16))
-    call |= {"causal": {"is_causal": True}, "mask": {"attn_mask": rng.random((2, 1, 120, 120)) < 0.5},
-             "bias of all heads": {"bias": rng.standard_normal((2, 1, 120, 120))},
-             "dropout": {"dropout_p": 0.25, "rng": 11}}.get(name, {})  # fmt: skip
-    result = cattn.scaled_dot_product_attention(**call, return_lse=True, return_dropout_mask=True)
-    grad_out = rng.standard_normal(result.out.shape)
-    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
-    leaves = {n: torch.tensor(a, requires_grad=True) for n, a in arguments(call).items()}
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        if name == "dropout":
-            weights = torch.softmax(leaves["query"] @ leaves["key"].mT / 4, dim=-1)
-            out = (weights * torch.tensor(result.dropout_mask) / 0.75) @ leaves["value"]
-        else:
-            mask = leaves.get("bias", torch.tensor(call["attn_mask"]) if "attn_mask" in call else None)
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *(leaves[n] for n in ("query", "key", "value")), mask, is_causal=name == "causal", enable_gqa=True
-            )
-        (out * torch.tensor(grad_out)).sum().backward()
-    for n, leaf in leaves.items():
-        np.testing.assert_allclose(getattr(grads, n), leaf.grad.numpy(), rtol=1e-11, atol=1e-11, err_msg=n)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -198,14 +173,6 @@ def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, t
 
 
 # ---- hidden keys ---------------------------------------------------------------------------------------------------
-@pytest.mark.promise("rows without keys")
-def test_rows_without_keys_have_gradient_zero(rng: np.random.Generator, dtype: Any) -> None:
-    mask = rng.random((2, 1, 40, 50)) < 0.5
-    mask[0, :, 3] = False
-    call = qkv(rng, dtype, (2, 3, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8)) | {"attn_mask": mask, "sinks": np.ones(3)}
-    grads = backward(call)
-    assert (grads.query[0, :, 3] == 0).all()
-    assert all(np.isfinite(g).all() for g in (grads.query, grads.key, grads.value, grads.sinks))
 
 
 HIDING = {
@@ -294,77 +261,6 @@ def test_hidden_values_do_not_reach_the_gradient_of_a_bias_for_all_rows(isa: str
         assert_same_bits(backward(dirty).bias, clean.bias, f"{T_q} queries")
 
 
-# ---- bits ----------------------------------------------------------------------------------------------------------
-def bit_calls(rng: np.random.Generator, dtype: Any) -> dict[str, Call]:
-    base = qkv(rng, dtype, (2, 4, 201, 11), (2, 2, 400, 11), (2, 2, 400, 19))
-    every = options(rng, 2, 4, 201, 400)
-    poisoned = {name: a.copy() for name, a in base.items()}
-    poisoned["key"][0, 0, 300], poisoned["query"][1, 2, 7] = NAN, INF
-    together = every["bias of all"] | every["softcap"] | every["slopes"] | every["sinks"] | every["dropout"]
-    five = qkv(rng, dtype, *[(2, 3, 2, 100, 9)] * 3)
-    return {
-        "causal": base | every["causal"],
-        "dropout": base | every["dropout"],
-        "together": base | together | {"window_size": (150, 90), "query_offset": 199},
-        "bias of keys": base | every["bias of keys"] | every["lengths"],
-        "starts": base | every["starts"] | every["bias of all"],
-        "bias of queries": base | every["bias of queries"] | every["mask"],
-        "bias of all heads": base | every["bias of all heads"],
-        "bias of two leading dimensions": five | {"bias": rng.standard_normal((2, 100, 100))},
-        "bias of one of two leading dimensions": five | {"bias": rng.standard_normal((3, 1, 100, 100))},
-        "poison": poisoned | every["causal"],
-        "many heads": qkv(rng, dtype, (3, 4, 130, 9), (3, 4, 150, 9), (3, 4, 150, 9))
-        | every["sinks"]
-        | every["dropout"],
-    }
-
-
-BIT_CALLS = list(bit_calls(np.random.default_rng(0), np.float32))
-
-
-@pytest.mark.promise("gradients' bits")
-@pytest.mark.parametrize("name", BIT_CALLS)
-def test_every_table_and_number_of_threads_gives_the_same_bits(name: str, isa: str, dtype: Any) -> None:
-    call = bit_calls(np.random.default_rng(1), dtype)[name]
-    given = random_gradients(call)
-    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
-        expected = backward(call, *given)
-    for n in (1, 2, 4):
-        with cattn.num_threads(n):
-            actual = backward(call, *given)
-        for field in FIELDS:
-            if getattr(expected, field) is not None:
-                assert_same_bits(getattr(actual, field), getattr(expected, field), f"{field}, {n} threads")
-
-
-def test_a_batch_entry_has_the_bits_it_has_alone(rng: np.random.Generator, dtype: Any) -> None:
-    call = qkv(rng, dtype, (3, 4, 150, 11), (3, 2, 220, 11), (3, 2, 220, 19)) | {"is_causal": "lower_right"}
-    bias, sinks = rng.standard_normal((3, 4, 150, 220)), rng.standard_normal((3, 4))
-    grad_out = rng.standard_normal((3, 4, 150, 19)).astype(dtype)
-    whole = backward(call | {"bias": bias, "sinks": sinks}, grad_out)
-    for b in range(3):
-        alone = {k: v[b : b + 1] if isinstance(v, np.ndarray) else v for k, v in call.items()}
-        alone |= {"bias": bias[b : b + 1], "sinks": sinks[b : b + 1]}
-        part = backward(alone, grad_out[b : b + 1])
-        for field in FIELDS:
-            assert_same_bits(getattr(part, field), getattr(whole, field)[b : b + 1], field)
-
-
-def test_keys_after_the_last_visible_one_change_no_gradient_of_a_query(rng: np.random.Generator) -> None:
-    call = qkv(rng, np.float32, (500, 16), (500, 16), (500, 16)) | {"is_causal": True}
-    grad_out = rng.standard_normal((500, 16)).astype(np.float32)
-    short = {k: v[:130] if isinstance(v, np.ndarray) else v for k, v in call.items()}
-    assert_same_bits(backward(short, grad_out[:130]).query, backward(call, grad_out).query[:130])
-
-
-def test_inputs_are_not_modified(rng: np.random.Generator) -> None:
-    call = qkv(rng, np.float32, (2, 100, 8), (2, 100, 8), (2, 100, 8)) | {"sinks": np.ones(1, np.float32)}
-    copies = {name: a.copy() for name, a in call.items()}
-    backward(call)
-    for name, array in copies.items():
-        assert_same_bits(call[name], array, name)
-
-
 # ---- errors --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
@@ -381,24 +277,6 @@ def test_wrong_shapes_are_refused(name: str, shape: tuple[int, ...], message: st
         cattn.attention_backward(
             given["grad_out"], np.ones((2, 5, 4)), np.ones((2, 7, 4)), np.ones((2, 7, 3)), given["out"], given["lse"]
         )
-
-
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
-    """The gradients of bias and sinks are float32."""
-    call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5))
-    call |= {"is_causal": "lower_right", "bias": rng.standard_normal((110, 210)).astype(np.float32)}
-    call |= {"sinks": np.ones(4, np.float32), "dropout_p": 0.2, "rng": 3}
-    for other in (call, call | {"key": np.asfortranarray(call["key"]), "value": call["value"][..., ::-1]}):
-        result = cattn.scaled_dot_product_attention(**other, return_lse=True)
-        grad_out, grad_lse = random_gradients(other)
-        given = {"lse": result.lse, "grad_lse": grad_lse}
-        halves = cattn.attention_backward(grad_out, out=result.out, **given, **other)
-        floats = cattn.attention_backward(
-            quiet(grad_out, np.float32), out=quiet(result.out, np.float32), **given, **widened(other)
-        )
-        for name, ours, wide in zip(halves._fields, halves, floats, strict=True):
-            assert_same_bits(ours, quiet(wide, half) if name in ("query", "key", "value") else wide, name)
 
 
 def test_wrong_dtypes_are_refused(rng: np.random.Generator) -> None:

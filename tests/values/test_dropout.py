@@ -1,6 +1,5 @@
 """Dropout: each bit of the mask depends on its position and the seed alone, by the documented rule; factors, seeds."""
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import NAN, PATHS, assert_same_bits, bits, every_way, examples, forced, looped
+from support import NAN, assert_same_bits, bits, every_way, examples
 
 Normal = Callable[..., np.ndarray]
 # Sizes around vectors, the 64 elements that share counters, the 128 that are drawn at once, and pieces of long rows.
@@ -191,90 +190,6 @@ def attend(dtype: type, batch_shape: tuple[int, ...], T_q: int, T_k: int, **opti
     return cattn.scaled_dot_product_attention(q, k, k + 1, **options, return_dropout_mask=True)
 
 
-@pytest.mark.parametrize("T_k", [1, 7, 8, 9, 17, 63, 64, 65, 127, 128, 129, 192, 193, 400, 1537])
-def test_the_mask_of_attention_follows_the_rule(isa: str, dtype: type, T_k: int) -> None:
-    for (batch, heads), T_q in (((2, 3), 1), ((1, 2), 5), ((2, 1), 17), ((1, 1), 100)):
-        right = mask_of_weights(0.3, 999, batch, heads, np.arange(T_q), T_k)
-        share = right.mean(axis=-1)[..., None] / 0.7
-
-        def call(batch_shape: tuple[int, int] = (batch, heads), T_q: int = T_q) -> cattn.AttentionOutput:
-            return attend(dtype, batch_shape, T_q, T_k, dropout_p=0.3, rng=999)
-
-        for way, result in every_way(call, tiny=T_k <= 192):
-            assert (result.dropout_mask == right).all(), way
-            np.testing.assert_allclose(result.out, share + np.zeros(3), rtol=2e-5, atol=1e-7, err_msg=way)
-
-
-def test_the_mask_of_attention_follows_the_rule_in_any_rank(isa: str, dtype: type) -> None:
-    right = mask_of_weights(0.5, 3, 2, 3, np.arange(9), 20)
-    options = {"dropout_p": 0.5, "rng": 3}
-    assert (attend(dtype, (), 9, 20, **options).dropout_mask == right[0, 0]).all()
-    assert (attend(dtype, (2,), 9, 20, **options).dropout_mask == right[:, 0]).all()
-    assert (attend(dtype, (3,), 9, 20, **options, enable_gqa=True).dropout_mask == right[0]).all()
-    many = mask_of_weights(0.5, 3, 12, 3, np.arange(9), 20).reshape(2, 3, 2, 3, 9, 20)
-    assert (attend(dtype, (2, 3, 2, 3), 9, 20, **options).dropout_mask == many).all()
-    # the rule uses the query head, not the key-value head
-    q, k = np.zeros((2, 3, 9, 4), dtype), np.zeros((2, 1, 20, 4), dtype)
-    result = cattn.scaled_dot_product_attention(q, k, k, **options, return_dropout_mask=True)
-    assert (result.dropout_mask == right).all()
-
-
-OFFSETS: list[tuple[dict[str, Any], int]] = [
-    ({"query_offset": 5}, 5),
-    ({"query_offset": -3}, -3),
-    ({"query_offset": 2**32 + 3}, 3),
-    ({"query_offset": 2**40 - 4}, 2**40 - 4),
-    ({"is_causal": "lower_right"}, 11),
-    ({"is_causal": "upper_left"}, 0),
-    ({"is_causal": True, "query_offset": 2}, 2),
-]
-
-
-@pytest.mark.promise("Philox")
-@looped("options, first", OFFSETS, ids=str)
-def test_the_rule_uses_absolute_query_positions(
-    isa: str, dtype: type, path: str, options: dict[str, Any], first: int
-) -> None:
-    """Row i of the mask belongs to position query_offset + i. Causal masks do not change the draw."""
-    result = attend(dtype, (2, 2), 9, 20, dropout_p=0.5, rng=3, **options)
-    assert (result.dropout_mask == mask_of_weights(0.5, 3, 2, 2, first + np.arange(9), 20)).all()
-
-
-def test_the_rule_uses_the_offset_of_each_batch_entry(isa: str, dtype: type, path: str) -> None:
-    offsets = np.array([7, -2, 100])
-    result = attend(dtype, (3, 2), 9, 20, dropout_p=0.5, rng=3, query_offset=offsets)
-    for b, offset in enumerate(offsets):
-        right = mask_of_weights(0.5, 3, 3, 2, offset + np.arange(9), 20)[b]
-        assert (result.dropout_mask[b] == right).all()
-        np.testing.assert_allclose(result.out[b, ..., 0], right.mean(axis=-1) * 2, rtol=1e-5)
-
-
-@pytest.mark.promise("softmax and dropout")
-def test_a_part_of_the_queries_and_keys_has_the_mask_of_the_whole(
-    isa: str, dtype: type, threads: int, normal: Normal
-) -> None:
-    """As in decoding: fewer queries, and only the keys up to the last of them."""
-    q, k, v = (normal(2, 2, 230, 6, dtype=dtype) for _ in range(3))
-    whole = cattn.causal_attention(q, k, v, None, 0.3, rng=6, return_dropout_mask=True)
-    for first, n in ((0, 1), (64, 3), (100, 130), (229, 1)):
-        rows, keys = slice(first, first + n), slice(0, first + n)
-        for path in PATHS[:4]:
-            with forced(path):
-                some = cattn.causal_attention(
-                    q[:, :, rows], k[:, :, keys], v[:, :, keys], None, 0.3, rng=6, return_dropout_mask=True
-                )
-            assert (some.dropout_mask == whole.dropout_mask[:, :, rows, keys]).all()
-            assert_same_bits(some.out, whole.out[:, :, rows].copy(), path)
-
-
-def test_weights_and_lse_are_those_before_dropout(isa: str, dtype: type, path: str, normal: Normal) -> None:
-    q, k, v = (normal(2, 2, 50, 6, dtype=dtype) for _ in range(3))
-    without = cattn.causal_attention(q, k, v, return_weights=True, return_lse=True)
-    with_dropout = cattn.causal_attention(q, k, v, None, 0.5, rng=1, return_weights=True, return_lse=True)
-    assert_same_bits(with_dropout[1:3], without[1:3])
-    assert (with_dropout.out != without.out).mean() > 0.9
-
-
 def test_p_of_0_drops_nothing_and_p_of_1_everything_in_attention(
     isa: str, dtype: type, path: str, normal: Normal
 ) -> None:
@@ -419,22 +334,6 @@ def test_random_attention_calls_follow_the_rule(isa: str, data: st.DataObject) -
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
-def test_dropout_backward_agrees_with_the_reference(dtype: Any, rng: np.random.Generator) -> None:
-    x = rng.standard_normal((5, 70)).astype(dtype)
-    x[0] = NAN
-    y, mask = cattn.dropout(x, 0.3, rng=9, return_mask=True)
-    for grad in (cattn.dropout_backward(x, 0.3, mask=mask), cattn.dropout_backward(x, 0.3, rng=9)):
-        np.testing.assert_allclose(
-            grad, cattn.reference.dropout_backward(x, 0.3, mask=mask), rtol=2 * np.finfo(dtype).eps
-        )
-        np.testing.assert_allclose(grad, y, rtol=2 * np.finfo(dtype).eps)
-    again = cattn.reference.dropout_backward(x, 0.3, rng=9)
-    np.testing.assert_array_equal(again, cattn.reference.dropout_backward(x, 0.3, mask=mask))
-    generator = cattn.TorchGenerator(4)
-    before = copy.copy(generator)
-    y = cattn.dropout(x, 0.3, rng=generator)
-    assert_same_bits(cattn.dropout_backward(x, 0.3, rng=before, out=x), y)
-    assert (cattn.dropout_backward(x, 1.0, mask=mask[1]) == 0)[1:].all()
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])

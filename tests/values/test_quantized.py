@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cattn
-from support import HALVES, INF, NAN, assert_same_bits, every_way, everything, quiet
-from support.calls import F8, dequantized, in_bytes, random_bytes
+from support import HALVES, INF, NAN, assert_same_bits, everything, quiet
+from support.calls import F8, dequantized, in_bytes
 
 Call = dict[str, Any]
-BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
 NAMES = ("key", "value")
 KINDS = [np.int8, F8]
 
@@ -32,50 +31,12 @@ def attend(T_q: int, T_k: int, *, heads: int = 4, D: int = 11, D_v: int = 19, **
 
 CASES: dict[str, Call] = {
     "many queries": attend(150, 500),
-    "causal": attend(150, 150, is_causal=True),
     "a step of decoding": attend(1, 700, D=64, D_v=64, is_causal="lower_right"),
-    "a step with wide heads": attend(1, 300, D=128, D_v=144),
-    "a step for one query head": attend(1, 300, heads=2, D=96, D_v=80),
-    "two heads a group, odd widths": attend(1, 333, D=77, D_v=33),
-    "a few steps": attend(4, 2 * CHUNK + 90, D=64, D_v=16, is_causal="lower_right"),
-    "few tokens": attend(2, 30, heads=2, is_causal="lower_right"),
-    "one key": attend(3, 1, heads=2),
-    "no keys": attend(3, 0, heads=2),
-    "no columns": attend(3, 20, heads=2, D=0, D_v=0),
     "window, softcap, slopes, sinks": attend(
         99, 400, is_causal="lower_right", window_size=(150, 0), softcap=3.0,
         alibi_slopes=[0.5, 0.1, 0.02, 0.0], sinks=[0.5, -1, -INF, 2.0],
     ),
-    "masks, lengths and dropout": attend(
-        40, 300, attn_mask=np.random.default_rng(1).random((40, 300)) < 0.5,
-        bias=np.random.default_rng(2).standard_normal((4, 1, 300)), dropout_p=0.3, rng=9,
-        query_seq_lengths=[40, 7], key_value_seq_lengths=[290, 190], key_value_seq_starts=[0, 25],
-    ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("scales", ["token", "channel"])
-@pytest.mark.parametrize("names", [("key",), ("value",)])
-def test_one_of_the_two_may_be_quantized(names: tuple[str, ...], scales: str, isa: str) -> None:
-    for T_q in (1, 100):
-        call = in_bytes(attend(T_q, 300, D=64, D_v=64), np.int8, scales, names=names)
-        right = everything(**dequantized(call))
-        for way, result in every_way(lambda of=call: everything(**of), tiny=False):
-            assert_same_bits(result, right, way)
-    mixed = in_bytes(in_bytes(CASES["a step of decoding"], F8, scales), np.int8, "token", names=names)
-    assert_same_bits(everything(**mixed), everything(**dequantized(mixed)))
-
-
-@pytest.mark.parametrize("query_dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("kind", KINDS, ids=["int8", "float8"])
-def test_queries_of_other_dtypes(kind: Any, query_dtype: Any) -> None:
-    """The result has the dtype that NumPy promotes query and float32 to."""
-    for name in ("many queries", "a step of decoding"):
-        call = in_bytes(CASES[name], kind, "token")
-        call["query"] = call["query"].astype(query_dtype)
-        result = everything(**call)
-        assert result.out.dtype == (np.float64 if query_dtype is np.float64 else np.float32)
-        assert_same_bits(result, everything(**dequantized(call)))
 
 
 @pytest.mark.parametrize("scales", ["token", "channel"])
@@ -95,44 +56,6 @@ def test_every_float8_and_every_int8_stands_for_its_number(scales: str, isa: str
                 )
                 right = quiet(value, np.float32) * value_scale
                 assert np.array_equal(out, np.broadcast_to(right, out.shape) + 0, equal_nan=True)
-
-
-@pytest.mark.promise("hidden keys")
-@pytest.mark.parametrize("T_q", [1, 5, 100])
-def test_nan_in_hidden_places_does_not_leak(T_q: int, path: str) -> None:
-    T_k = 150 if path == "tiny" else 700
-    call = in_bytes(attend(T_q if path != "tiny" else 1, T_k, heads=2, is_causal="lower_right"), F8, "token")
-    mask = np.random.default_rng(0).random(T_k) < 0.5
-    right = everything(**call, attn_mask=mask)
-    arrays = {name: call[name].values.copy() for name in NAMES}
-    for name in NAMES:
-        call[name] = cattn.Quantized(arrays[name], call[name].scale)
-        arrays[name][..., ~mask, :] = NAN  # the object has a view
-    assert_same_bits(everything(**call, attn_mask=mask), right)
-    arrays["value"][..., mask, 0] = NAN
-    assert np.isnan(everything(**call, attn_mask=mask).out[..., 0]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["int8", "float8"])
-@pytest.mark.parametrize("shapes", [((9, 2, 1), (9, 1, 11)), ((2, 16), (9, 2, 1)), ((9, 1, 1), (2, 11)), ((), (11,))])
-def test_packed_sequences(kind: Any, shapes: tuple[tuple[int, ...], tuple[int, ...]], normal: Any) -> None:
-    rng = np.random.default_rng(3)
-    call: Call = {"query": normal(7, 4, 16, dtype=np.float32)}
-    for name, shape, width in zip(NAMES, shapes, (16, 11), strict=True):
-        call[name] = cattn.Quantized(random_bytes(rng, (9, 2, width), kind), rng.uniform(0.01, 0.03, shape))
-    options: Call = {"cu_seqlens_q": [0, 3, 7], "cu_seqlens_k": [0, 5, 9], "is_causal": "lower_right"}
-    right = cattn.varlen_attention(**dequantized(call), **options, return_lse=True)
-    found = cattn.varlen_attention(**call, **options, return_lse=True)
-    assert_same_bits(found.out, right.out)
-    assert_same_bits(found.lse, right.lse)
-    grads, wanted = (
-        cattn.varlen_attention_backward(np.ones_like(right.out), **of, out=right.out, lse=right.lse, **options)
-        for of in (call, dequantized(call))
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(grads[:3], wanted[:3], strict=True))
-    del call["value"]
-    received = [cattn.varlen_attention_statistics(**of, **options).received for of in (call, dequantized(call))]
-    assert_same_bits(received[0], received[1])
 
 
 def test_the_reference_dequantizes_in_float32(normal: Any) -> None:
@@ -202,12 +125,6 @@ def test_other_array_types() -> None:
         values, scale = eighths[name]
         tensor = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn)
         assert_same_bits(cattn.scaled_dot_product_attention(**eighths | {name: cattn.Quantized(tensor, scale)}), right)
-
-
-def test_explain_takes_scales() -> None:
-    call = in_bytes(CASES["a step of decoding"], F8, "token")
-    call.pop("is_causal")
-    assert cattn.explain(**call).key_blocks_visited > 0
 
 
 VALUES, SCALE = np.ones((2, 5, 4), np.int8), np.full((2, 5, 1), 0.5, np.float32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import HALVES, INF, NAN, assert_same_bits, benchmarks_importable, table, without
+from support import HALVES, NAN, assert_same_bits, benchmarks_importable, table, without
 
 with benchmarks_importable():
     from benchmarks.accuracy import BOUNDS
@@ -60,32 +60,6 @@ def to_pairs(x: np.ndarray, rotary_dim: int) -> np.ndarray:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: "none" if s is None else "-".join(map(str, s.values())))
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_agrees_with_the_reference(
-    isa: str, dtype: type, interleaved: bool, scaling: dict[str, Any] | None, rng: np.random.Generator
-) -> None:
-    """The angles are off by at most an ULP of the frequency, times the position: 100 here."""
-    for shape, rotary_dim in (((5, 32), None), ((2, 3, 101, 20), 8), ((3, 1, 6), 4), ((2, 2, 7, 66), 66)):
-        x = rng.standard_normal(shape).astype(dtype)
-        options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved, "scaling": scaling}
-        for inverse, theta in ((False, 10000.0), (True, 500.0)):
-            actual = cattn.rope(x, theta=theta, inverse=inverse, **options)
-            expected = reference.rope(x, theta=theta, inverse=inverse, **options)
-            assert actual.dtype == dtype
-            tolerance = 4 * np.finfo(dtype).eps + 100 * 8 * np.finfo(np.float64).eps
-            np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * 4 * np.abs(x).max())
-
-
-@pytest.mark.promise("rotary positions")
-def test_rope_is_a_product_of_complex_numbers(rng: np.random.Generator) -> None:
-    """In float64, against exp(i p f) with frequencies in long double: an independent form of the same rotation."""
-    x = rng.standard_normal((2, 3, 50, 64))
-    frequencies = (np.longdouble(10000) ** (-np.arange(0, 64, 2, dtype=np.longdouble) / 64)).astype(np.float64)
-    z = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * np.arange(50)[:, None] * frequencies)
-    np.testing.assert_allclose(cattn.rope(x), np.concatenate([z.real, z.imag], axis=-1), rtol=0, atol=1e-12)
-    pairs = cattn.rope(to_pairs(x, 64), interleaved=True)
-    np.testing.assert_allclose(pairs[..., ::2] + 1j * pairs[..., 1::2], z, rtol=0, atol=1e-12)
 
 
 # Numerators of the convergents of pi: the integers that are closest to its multiples.
@@ -158,35 +132,7 @@ def test_the_bits_are_those_of_the_textbook(isa: str, dtype: type, interleaved: 
                 assert_same_bits(cattn.rope(x, positions, **options), expected, f"{n} {options}")
 
 
-@pytest.mark.promise("rotary positions' bits")
-def test_threads_and_the_shape_of_positions_change_no_bit(isa: str, dtype: type, rng: np.random.Generator) -> None:
-    x = rng.standard_normal((2, 9, 70, 48)).astype(dtype)
-    ids = np.sort(rng.integers(0, 5000, (2, 70)))
-    for interleaved, rotary_dim in itertools.product((False, True), (None, 30)):
-        options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
-        with cattn.num_threads(1):
-            expected, by_id = cattn.rope(x, **options), cattn.rope(x, ids, **options)
-        for threads in (1, 2, 5):
-            with cattn.num_threads(threads):
-                assert_same_bits(cattn.rope(x, **options), expected)
-                assert_same_bits(cattn.rope(x, ids, **options), by_id)
-                assert_same_bits(cattn.rope(x, ids[:, None], **options), by_id)
-                every_head = np.broadcast_to(ids[:, None], (2, 9, 70))
-                assert_same_bits(cattn.rope(x, every_head, **options), by_id)
-        for b, h, t in ((0, 0, 0), (1, 8, 69), (1, 3, 35)):
-            alone = cattn.rope(x[b, h, t : t + 1], ids[b, t : t + 1], **options)
-            assert_same_bits(alone, by_id[b, h, t : t + 1], "one token alone")
-
-
 # ---- special numbers, shapes -----------------------------------------------------------------------------------------
-def test_nan_and_inf_stay_in_their_pair(isa: str, dtype: type) -> None:
-    x = np.ones((2, 8), dtype)
-    x[1, 1], x[1, 2] = NAN, INF
-    rotated = cattn.rope(x)
-    assert np.isnan(rotated[1, [1, 5]]).all()
-    np.testing.assert_array_equal(rotated[1, [2, 6]], [INF, INF])  # cos and sin of 0.01 are positive
-    np.testing.assert_array_equal(rotated[1, [0, 3, 4, 7]], cattn.rope(np.ones((2, 8), dtype))[1, [0, 3, 4, 7]])
-    assert np.isnan(cattn.rope(np.full((1, 2), INF, dtype))).all(), "infinity times the sine of position 0"
 
 
 def test_tiny_numbers_stay(isa: str, dtype: type) -> None:
@@ -257,13 +203,6 @@ def test_no_column_is_rotated(dtype: type, rng: np.random.Generator) -> None:
     assert_same_bits(cattn.rope(x[..., :1], rotary_dim=0), np.ascontiguousarray(x[..., :1]))
 
 
-def test_long_rows_and_many_tokens(rng: np.random.Generator) -> None:
-    """Rows whose table is larger than the blocks of the driver, and many blocks."""
-    for shape in ((2, 3, 20000), (3, 3000, 8), (400, 2, 6)):
-        x = rng.standard_normal(shape)
-        np.testing.assert_allclose(cattn.rope(x), reference.rope(x), rtol=0, atol=1e-11)
-
-
 # ---- gradients -------------------------------------------------------------------------------------------------------
 @pytest.mark.promise("gradients")
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN], ids=["none", "llama3", "yarn"])
@@ -282,13 +221,6 @@ def test_inverse_gives_the_gradient(scaling: dict[str, Any] | None, rng: np.rand
         if scaling is YARN:
             factor[: rotary_dim or 24] = (0.1 * np.log(4) + 1) ** 2
         np.testing.assert_allclose(back, x * factor, rtol=1e-13, atol=1e-14)
-
-
-def test_scores_depend_on_differences_of_positions(rng: np.random.Generator) -> None:
-    """The reason for the method: q and k at positions that are shifted together have the same product."""
-    q, k = rng.standard_normal((2, 1, 64))
-    scores = [float((cattn.rope(q, [start + 7]) * cattn.rope(k, [start])).sum()) for start in (0, 1, 100, 4096)]
-    np.testing.assert_allclose(scores, scores[0], rtol=1e-11)
 
 
 # ---- any call --------------------------------------------------------------------------------------------------------
