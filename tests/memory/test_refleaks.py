@@ -22,7 +22,7 @@ import pytest
 import cattn
 from support import find, own_blocks
 from support.public_calls import CALLS, INPUTS, OUT, Call, fresh
-from support.wrong_calls import CASES, WORKING
+from support.wrong_calls import CASES, WORKING, arguments_of
 
 REPEATS = 40  # a leak of one object a call adds this many
 # Objects that always exist. Some are immortal since Python 3.12 and have a constant count there.
@@ -94,7 +94,7 @@ def test_repeated_calls_leak_nothing(name: str) -> None:
 @pytest.mark.parametrize("function", WORKING)
 def test_repeated_errors_leak_nothing(function: str) -> None:
     """All rows of wrong_calls.py for the function, one after the other."""
-    arguments = [{**WORKING[function](), **row.changes} for name, row in CASES if name == function]
+    arguments = [arguments_of(name, row) for name, row in CASES if name == function]
     errors = [row.error for name, row in CASES if name == function]
 
     def fail() -> None:

@@ -1,9 +1,11 @@
 """Every call that must be refused: a table of wrong arguments of each public function, with the error's text.
 
-Each row changes some arguments of a call that works. tests/api/test_errors.py makes all of them; other tests use the
-table where they need calls that fail. Sizes that overflow are in test_hostile.py.
+Each row changes some arguments of a call that works. rows.py adds calls with a wrong array, for every array of every
+function that C implements. tests/api/test_errors.py makes all of them; other tests use the table where they need calls
+that fail. Sizes that overflow are in test_hostile.py.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -13,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import cattn
-from support import find
+from support import find, rows
 
 INF, NAN = float("inf"), float("nan")
 
@@ -62,18 +64,17 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
     "dropout": lambda: {"x": ones(2, 5, 6), "p": 0.5, "rng": np.random.default_rng(1), "out": ones(2, 5, 6)},
     "causal_mask": lambda: {"T_q": 3, "T_k": 4},
     "rope": lambda: {"x": ones(2, 5, 6), "positions": [0, 1, 2, 3, 4], "rotary_dim": 4, "out": ones(2, 5, 6)},
-    "rms_norm": lambda: {"x": ones(2, 5, 6), "weight": ones(6), "out": ones(2, 5, 6)},
-    "layer_norm": lambda: {"x": ones(2, 5, 6), "weight": ones(6), "bias": ones(6), "out": ones(2, 5, 6)},
-    "gelu": lambda: {"x": ones(2, 5, 6), "approximate": "tanh", "out": ones(2, 5, 6)},
-    "silu": lambda: {"x": ones(2, 5, 6), "out": ones(2, 5, 6)},
     "set_num_threads": lambda: {"n": 1},
     "num_threads": lambda: {"n": 1},
     "show_config": lambda: {"mode": "dicts"},
 }
+WORKING |= {name: functools.partial(rows.working, name) for name in rows.IN_C if name not in WORKING}
 SDPA, CAUSAL, WEIGHTS = "scaled_dot_product_attention", "causal_attention", "attention_weights"
 ATTENTION, ALL_THREE = (SDPA, CAUSAL), (SDPA, CAUSAL, WEIGHTS)
 SOFTMAX, MASKED, DROPOUT, STAGE, MASK_OF = ("softmax",), ("masked_softmax",), ("dropout",), (WEIGHTS,), ("causal_mask",)
 ROPE, NORM, NORMS = ("rope",), ("rms_norm",), ("rms_norm", "layer_norm")
+OF_NORMS, OF_ACTIVATIONS = ("rms_norm_backward", "layer_norm_backward"), ("gelu_backward", "silu_backward")
+GELU, LINEAR, OF_LINEAR = ("gelu", "gelu_backward"), ("linear",), ("linear_backward",)
 ANY_CAUSAL, THREADS = (SDPA, WEIGHTS, "masked_softmax"), ("set_num_threads", "num_threads")
 ROWWISE = ("softmax", "masked_softmax", "dropout", "rope", "rms_norm", "layer_norm", "gelu", "silu")
 
@@ -83,6 +84,7 @@ class Row(NamedTuple):
     changes: dict[str, Any]
     error: type[Exception]
     says: str  # the beginning of the message, or a regular expression for it
+    wrong: str = ""  # what is wrong, if `changes` is the whole call
 
 
 def wrong_value(functions: tuple[str, ...], says: str, **changes: Any) -> Row:
@@ -96,6 +98,16 @@ def wrong_type(functions: tuple[str, ...], says: str, **changes: Any) -> Row:
 def warned(functions: tuple[str, ...], says: str, **changes: Any) -> Row:
     """A row for a warning that is turned into an error."""
     return Row(functions, changes, UserWarning if "attn_mask" in changes else cattn.CausalAlignmentWarning, says)
+
+
+def rows_for_arrays(function: str) -> list[Row]:
+    """Rows for each array of a function, of which one of those is named that do not fit."""
+    found = []
+    for name in rows.arrays_of(function):
+        for wrong in rows.wrong_arrays(function, name):
+            says = rf"(leading dimensions .*)?\b({'|'.join(wrong.names)})\b"
+            found.append(Row((function,), wrong.call, wrong.error, says, f"{name}: {wrong.what}"))
+    return found
 
 
 def rows_for_dtypes(functions: tuple[str, ...], name: str, shape: tuple[int, ...]) -> list[Row]:
@@ -206,7 +218,10 @@ TABLE = [
     *rows_for_dtypes(ALL_THREE, "query", (2, 4, 5, 8)),
     *rows_for_dtypes(ALL_THREE, "key", (2, 2, 6, 8)),
     *rows_for_dtypes(ATTENTION, "value", (2, 2, 6, 3)),
-    *rows_for_dtypes(("softmax", "dropout", "rope", "rms_norm", "layer_norm", "gelu", "silu"), "x", (2, 5, 6)),
+    *rows_for_dtypes(
+        ("softmax", "dropout", "rope", *NORMS, *OF_NORMS, "gelu", "silu", *OF_ACTIVATIONS), "x", (2, 5, 6)
+    ),
+    *rows_for_dtypes((*OF_NORMS, *OF_ACTIVATIONS, "softmax_backward", "dropout_backward"), "grad_out", (2, 5, 6)),
     *rows_for_dtypes(("masked_softmax",), "scores", (2, 5, 6)),
     # ranks and sizes
     wrong_value(ALL_THREE, r"query must have at least 2 dimensions \(..., T_q, head_dim\), got 1", query=ones(8)),
@@ -253,8 +268,6 @@ TABLE = [
         ALL_THREE, r"attn_mask has shape \(2, 5, 6\), .* pass attn_mask\[:, None\]$", attn_mask=ones(2, 5, 6) > 0
     ),
     wrong_value(ALL_THREE, r"bias has shape \(2, 5, 6\), .* pass bias\[:, None\]$", bias=ones(2, 5, 6)),
-    wrong_value(MASKED, "axis 3 is out of bounds for scores with 3 dimensions", axis=3),
-    wrong_type(MASKED, "axis must be an int, a tuple of ints or None", axis=1.5),
     wrong_type(ALL_THREE, r"\w+\(\) got an unexpected keyword argument 'seed': did you mean 'rng'\?$", seed=1),
     wrong_value(ALL_THREE, r"bias has shape \(4, 6\), which does not broadcast .*\(2, 4, 5, 6\)", bias=ones(4, 6)),
     # causality
@@ -290,16 +303,15 @@ TABLE = [
         for s in ("QK", "", None, 0, ["softmax"], np.ones(2), np.zeros(3, "f4,i2"))
     ],
     # softmax
-    wrong_value(SOFTMAX, "axis 3 is out of bounds for x with 3 dimensions", axis=3),
-    wrong_value(SOFTMAX, "axis -4 is out of bounds for x with 3 dimensions", axis=-4),
-    wrong_value(SOFTMAX, "axis 1000000000000000000000000000000 is out of bounds for x", axis=10**30),
-    wrong_value(SOFTMAX, "axis -1000000000000000000000000000000 is out of bounds for x", axis=-(10**30)),
-    wrong_value(SOFTMAX, "axis 3 is out of bounds for x with 3 dimensions", axis=np.int64(3)),
-    wrong_value(SOFTMAX, "axis 3 is out of bounds for x with 3 dimensions", axis=(0, 3)),
-    wrong_value(SOFTMAX, "axis must name at least one axis, and each once", axis=(0, -3)),
-    wrong_value(SOFTMAX, "axis must name at least one axis, and each once", axis=()),
     *[
-        wrong_type(SOFTMAX, "axis must be an int, a tuple of ints or None, got", axis=a)
+        wrong_value(functions, f"axis {got} is out of bounds for {name} with 3 dimensions", axis=axis)
+        for functions, name in ((SOFTMAX, "x"), (MASKED, "scores"))
+        for axis, got in ((3, 3), (-4, -4), (10**30, 10**30), (-(10**30), -(10**30)), (np.int64(3), 3), ((0, 3), 3))
+    ],
+    wrong_value(SOFTMAX + MASKED, "axis must name at least one axis, and each once", axis=(0, -3)),
+    wrong_value(SOFTMAX + MASKED, "axis must name at least one axis, and each once", axis=()),
+    *[
+        wrong_type(SOFTMAX + MASKED, "axis must be an int, a tuple of ints or None, got", axis=a)
         for a in (1.0, "1", True, np.True_, [0, 1], (0, 1.0), (True,))
     ],
     *[
@@ -390,21 +402,66 @@ TABLE = [
     wrong_type(ROPE, r"rope\(\) got an unexpected keyword argument 'base': did you mean 'theta'\?$", base=1),
     # rms_norm, layer_norm
     wrong_value(NORMS, r"x must have at least 1 dimension \(..., D\), got 0", x=1.0),
+    wrong_value(OF_NORMS, r"x must have at least 1 dimension \(..., D\), got 0", x=1.0, grad_out=1.0),
     *[
-        wrong_value(NORMS, rf"weight must have one number for each column of x, shape \(6,\), got {shape}", weight=w)
+        wrong_value(
+            NORMS + OF_NORMS, rf"weight must have one number for each column of x, shape \(6,\), got {shape}", weight=w
+        )
         for w, shape in ((ones(5), r"shape \(5,\)"), (1.0, r"shape \(\)"), (ones(5, 6), r"shape \(5, 6\)"))
     ],
-    wrong_type(NORMS, "weight has dtype complex64", weight=ones(6, dtype=np.complex64)),
+    wrong_type(NORMS + OF_NORMS, "weight has dtype complex64", weight=ones(6, dtype=np.complex64)),
     wrong_type(
         NORM,
         "x and weight mix float16 and bfloat16, which have no common dtype",
         x=ones(2, 5, 6, dtype=np.float16),
         weight=ones(6, dtype=ml_dtypes.bfloat16),
     ),
-    *rows_for_numbers(NORMS, "eps"),
-    wrong_type(NORMS, "eps must be a real number, got NoneType", eps=None),
-    wrong_value(NORMS, "eps must not be negative, got -1e-06", eps=-1e-6),
+    *[
+        wrong_type(
+            OF_NORMS + OF_ACTIVATIONS,
+            "grad_out(,| and) x( and weight)? mix float16 and bfloat16",
+            x=ones(2, 5, 6, dtype=np.float16),
+            grad_out=ones(2, 5, 6, dtype=ml_dtypes.bfloat16),
+        ),
+        wrong_type(
+            ("layer_norm",),
+            "x, weight and bias mix float16 and bfloat16, which have no common dtype",
+            x=ones(2, 5, 6, dtype=np.float16),
+            bias=ones(6, dtype=ml_dtypes.bfloat16),
+        ),
+    ],
+    wrong_value(("layer_norm",), r"bias must have one number for each column of x, .*, got shape \(2,", bias=[1, 1]),
+    wrong_type(("layer_norm",), "bias has dtype complex128", bias=[1j] * 6),
+    wrong_value(
+        OF_NORMS + OF_ACTIVATIONS, r"grad_out has shape \(2, 6, 5\), x has \(2, 5, 6\)", grad_out=ones(2, 6, 5)
+    ),
+    *rows_for_numbers(NORMS + OF_NORMS, "eps"),
+    wrong_type(NORMS + OF_NORMS, "eps must be a real number, got NoneType", eps=None),
+    wrong_value(NORMS + OF_NORMS, "eps must not be negative, got -1e-06", eps=-1e-6),
     wrong_type(NORMS, "out has dtype float32, the result has float64", weight=ones(6, dtype=np.float64)),
+    # gelu, silu
+    *[
+        wrong_value(GELU, f"approximate must be 'none' or 'tanh', got {word!r}", approximate=word)
+        for word in (None, "erf", True, b"tanh")
+    ],
+    # linear
+    wrong_value(LINEAR, r"x must have at least 1 dimension \(..., K\), got 0", x=1.0),
+    wrong_value(LINEAR, r"weight must have 2 dimensions \(N, K\), got 1", weight=ones(6)),
+    wrong_value(
+        LINEAR, r"weight must have as many columns as x, 6, got shape \(6, 3\): .* pass weight.T", weight=ones(6, 3)
+    ),
+    wrong_value(LINEAR, "bias must have one number", bias=ones(4)),
+    wrong_value(LINEAR, "weight must have as", weight=cattn.Quantized(ones(4, 2, dtype=np.int8), 1.0)),
+    wrong_type(LINEAR, r"linear\(\) got .*pass weight=cattn.Quantized", weight_scale=1.0),
+    wrong_type(
+        LINEAR + OF_LINEAR,
+        r"weight has dtype int8 and no scale: pass cattn.Quantized\(weight, scale\)",
+        weight=ones(3, 6, dtype=np.int8),
+    ),
+    wrong_value(OF_LINEAR, "grad_out must have at least 1 dimension", grad_out=1.0),
+    wrong_value(OF_LINEAR, "grad_out has shape", x=ones(3, 6), grad_out=ones(2, 3)),
+    wrong_value(OF_LINEAR, "weight has shape", x=None, weight=ones(4, 6)),
+    wrong_value(OF_LINEAR, "weight .*K = 6 as in x", weight=ones(3, 5)),
     # out
     *rows_for_out(ATTENTION, (2, 4, 5, 3)),
     *rows_for_out((WEIGHTS,), (2, 4, 5, 6)),
@@ -526,7 +583,12 @@ TABLE = [
         for m, got in (("json", "'json'"), (None, "None"), (np.ones(2), "array"), (np.zeros(3, "f4,i2"), "array"))
     ],
 ]
+TABLE += [row for function in rows.IN_C for row in rows_for_arrays(function)]
 CASES = [(function, row) for row in TABLE for function in row.functions]
+
+
+def arguments_of(function: str, row: Row) -> dict[str, Any]:
+    return row.changes if row.wrong else {**WORKING[function](), **row.changes}
 
 
 # Calls that must be refused. Not among them: warnings turned into errors, which is a setting of the process, and calls
@@ -540,9 +602,8 @@ REFUSED: list[tuple[str, Row]] = [
 
 def refused(function: str, row: Row) -> str:
     """Make a call that must fail, from the table of wrong_calls.py; return the message."""
-    arguments = {**WORKING[function](), **row.changes}
     try:
-        find(function)(**arguments)
+        find(function)(**arguments_of(function, row))
     except row.error as error:
         return str(error)
     raise AssertionError(f"{function} accepted {row.changes}")

@@ -269,39 +269,3 @@ def test_every_block_of_a_weight_has_its_own_scales_and_bias(
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: linear(1.0, [[1.0]]), ValueError, r"x must have at least 1 dimension \(..., K\), got 0"),
-        (lambda: linear([1.0], [1.0]), ValueError, r"weight must have 2 dimensions \(N, K\), got 1"),
-        (
-            lambda: linear(np.ones((2, 3)), np.ones((3, 4))),
-            ValueError,
-            r"weight must have as many columns as x, 3, got shape \(3, 4\): .* pass weight.T",
-        ),
-        (lambda: linear(np.ones((2, 3)), np.ones((4, 3)), np.ones(3)), ValueError, "bias must have one number"),
-        (lambda: linear(np.ones(3), np.ones((4, 3), complex)), TypeError, "weight has dtype complex128"),
-        (lambda: linear(np.ones(3), cattn.Quantized(np.ones((4, 2), np.int8), 1.0)), ValueError, "weight must have as"),
-        (lambda: linear(np.ones(3), np.ones((4, 3)), weight_scale=1.0), TypeError, "pass weight=cattn.Quantized"),
-        (lambda: linear(np.ones(3), np.ones((4, 3)), out=np.ones(3)), ValueError, "out"),
-        (lambda: linear(np.ones(3), np.ones((4, 3)), dtype=float), TypeError, "dtype"),
-        (lambda: linear(np.ones(3), np.ones((4, 3), np.int8)), TypeError, "int8 and no scale: pass cattn.Quantized"),
-        (
-            lambda: linear_backward(np.ones(4), None, np.ones((4, 3), np.int8)),
-            TypeError,
-            r"weight has dtype int8 and no scale: pass cattn.Quantized\(weight, scale\)",
-        ),
-        (
-            lambda: linear_backward(np.ones((1, 2)), None, [[1.0], [1.0, 2.0]]),
-            ValueError,
-            "weight cannot be read as an array",
-        ),
-        (lambda: linear_backward(1.0, None, None), ValueError, "grad_out must have at least 1 dimension"),
-        (lambda: linear_backward(np.ones((2, 4)), np.ones((3, 5)), None), ValueError, "grad_out has shape"),
-        (lambda: linear_backward(np.ones((2, 4)), None, np.ones((3, 5))), ValueError, "weight has shape"),
-        (lambda: linear_backward(np.ones((2, 4)), np.ones((2, 5)), np.ones((4, 6))), ValueError, "K = 5 as in x"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_name_the_argument(call: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()

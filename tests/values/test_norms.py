@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import cattn
 from cattn import reference
 from cattn.functional import layer_norm, layer_norm_backward
-from support import HALVES, INF, NAN, assert_same_bits, sum_by_law
+from support import INF, NAN, assert_same_bits, sum_by_law
 
 # Numbers of columns around vectors of 4 to 16 lanes, 8 chains of a sum, and runs of 512 columns.
 COLUMNS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 511, 512, 513, 1024, 1100]
@@ -59,35 +57,6 @@ def test_special_numbers_go_as_in_arithmetic_of_rms_norm(isa: str, dtype: type) 
     _, grad_weight = cattn.rms_norm_backward(np.ones_like(x), x, np.ones(3, dtype))
     assert grad_weight is not None
     assert np.isnan(grad_weight).all()
-
-
-@pytest.mark.promise("errors")
-def test_rms_norm_backward_refuses_wrong_arguments() -> None:
-    x = np.ones((2, 3))
-    wrong: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (ValueError, r"grad_out has shape \(3, 2\), x has \(2, 3\)", (x.T, x)),
-        (
-            ValueError,
-            r"weight must have one number for each column of x, shape \(3,\), got shape \(2,\)",
-            (x, x, [1, 1]),
-        ),
-        (ValueError, r"weight must have one number .*, got shape \(1, 3\)", (x, x, np.ones((1, 3)))),
-        (ValueError, r"x must have at least 1 dimension \(\.\.\., D\), got 0", (1.0, 1.0)),
-        (ValueError, "eps must not be negative, got -1", (x, x, None, -1)),
-        (ValueError, "eps must be finite, got nan", (x, x, None, NAN)),
-        (TypeError, "eps must be a real number, got NoneType", (x, x, None, None)),
-        (TypeError, "x must be an array of real numbers, got NoneType", (x, None)),
-        (TypeError, "grad_out must be an array of real numbers, got NoneType", (None, x)),
-        (TypeError, "weight has dtype complex128", (x, x, [1j] * 3)),
-        (
-            TypeError,
-            "grad_out, x and weight mix float16 and bfloat16",
-            (x.astype(np.float16), x.astype(HALVES[1]), np.ones(3, np.float16)),
-        ),
-    ]
-    for error, says, arguments in wrong:
-        with pytest.raises(error, match=f"^{says}"):
-            cattn.rms_norm_backward(*arguments)
 
 
 # ---- layer norm ------------------------------------------------------------------------------------------------------
@@ -142,30 +111,3 @@ def test_special_numbers_go_as_in_arithmetic_of_layer_norm(isa: str, dtype: type
     assert np.isnan(layer_norm(x[3], eps=0.0)).all(), "0 / 0"
     assert all(a is not None and np.isnan(a).all() for a in layer_norm_backward(x, x, np.ones(3, dtype))[1:2])
     assert layer_norm_backward(x, x)[1] is None
-
-
-@pytest.mark.promise("errors")
-def test_layer_norm_backward_refuses_wrong_arguments() -> None:
-    x = np.ones((2, 3))
-    wrong: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (ValueError, r"grad_out has shape \(3, 2\), x has \(2, 3\)", (x.T, x)),
-        (ValueError, r"weight must have one number for each column of x, shape \(3,\), got shape", (x, x, [1, 1])),
-        (ValueError, r"x must have at least 1 dimension \(\.\.\., D\), got 0", (1.0, 1.0)),
-        (ValueError, "eps must not be negative, got -1", (x, x, None, -1)),
-        (TypeError, "x must be an array of real numbers, got NoneType", (x, None)),
-        (
-            TypeError,
-            "grad_out, x and weight mix float16 and bfloat16",
-            (x.astype(np.float16), x.astype(HALVES[1]), np.ones(3, np.float16)),
-        ),
-    ]
-    for error, says, arguments in wrong:
-        with pytest.raises(error, match=f"^{says}"):
-            layer_norm_backward(*arguments)
-    half = x.astype(np.float16)
-    with pytest.raises(ValueError, match=r"^bias must have one number for each column of x, .*, got shape \(2,"):
-        layer_norm(x, None, [1, 1])
-    with pytest.raises(TypeError, match=r"^bias has dtype complex128"):
-        layer_norm(x, None, [1j] * 3)
-    with pytest.raises(TypeError, match=r"^x, weight and bias mix float16 and bfloat16, which have no common dtype"):
-        layer_norm(half, None, np.ones(3, HALVES[1]))

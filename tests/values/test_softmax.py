@@ -407,26 +407,6 @@ def test_masks_broadcast_in_the_layout_of_the_scores(dtype: type, normal: Normal
             )
 
 
-@pytest.mark.promise("errors")
-@pytest.mark.parametrize(
-    ("axis", "error", "says"),
-    [
-        (3, ValueError, "axis 3 is out of bounds for scores with 3 dimensions"),
-        (-4, ValueError, "axis -4 is out of bounds for scores with 3 dimensions"),
-        (10**30, ValueError, "is out of bounds for scores with 3 dimensions"),
-        ((0, 3), ValueError, "axis 3 is out of bounds for scores with 3 dimensions"),
-        ((0, 0), ValueError, "axis must name at least one axis, and each once"),
-        ((), ValueError, "axis must name at least one axis, and each once"),
-        (True, TypeError, "axis must be an int, a tuple of ints or None, got True"),
-        (1.0, TypeError, "axis must be an int, a tuple of ints or None, got 1.0"),
-        ("x", TypeError, "axis must be an int, a tuple of ints or None, got 'x'"),
-    ],
-)
-def test_a_wrong_axis_is_refused(axis: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        cattn.masked_softmax(np.ones((2, 3, 4)), axis=axis)
-
-
 def test_an_axis_that_leaves_no_queries_cannot_be_causal() -> None:
     for scores, axis in ((np.ones(3), 0), (np.ones((2, 3)), None), (np.ones((2, 3)), (0, 1))):
         with pytest.raises(ValueError, match=r"scores must have at least 2 dimensions .* with is_causal, got 1"):
