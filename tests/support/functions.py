@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cattn
-from cattn import functional
+from cattn import _cattn
+from support import find
 from support.calls import (
     LIMITS,
     NUMBERS,
@@ -42,6 +43,7 @@ from support.calls import (
     some,
     statistics_options,
 )  # fmt: skip
+from support.rows import IN_C, IS_ATTENTION, Array, arrays_of, numbers_of, parameters_of
 
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 Results = list[np.ndarray]
@@ -185,64 +187,131 @@ def _merged(choose: Choose, limits: Limits) -> Call:
     return {"outs": [half.out for half in halves], "lses": [half.lse for half in halves]}
 
 
-# ---- rows of numbers -------------------------------------------------------------------------------------------------
-def _shape(choose: Choose, limits: Limits) -> list[int]:
-    return [*some(choose, [1, 2, 3], 2), choose(limits.rows), choose(limits.keys)]
-
-
+# ---- the other functions of C ----------------------------------------------------------------------------------------
 def _optional(choose: Choose, **makers: Callable[[], Any]) -> Call:
     """Make each argument or leave it out."""
     return {name: make() for name, make in makers.items() if choose((False, True))}
 
 
-def _on_rows(name: str, **makers: Callable[[Choose, np.ndarray], Any]) -> Arguments:
-    """Choose an array of rows, and arguments made of it, any of which may be left out."""
+SCALINGS = [
+    None,
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+]
+WORDS = {row[0]: row[3].split("|") for of in _cattn._functions().values() for row in of if row[1] == "WORD" and row[3]}
+# Numbers by their kinds; of the others the hook of the function knows what fits.
+SETTINGS: dict[str, Callable[[Choose, str], Any]] = {
+    "REAL": lambda choose, _: choose((0.5, -2.0)),
+    "NOT_NEGATIVE": lambda choose, _: choose((1e-5, 0.5)),
+    "BASE": lambda choose, _: choose((10000.0, 1.5, 500000)),
+    "PROBABILITY": lambda choose, _: choose((0.5, 0.1, 0.0, 1.0)),
+    "FLAG": lambda *_: True,
+    "TRUTH": lambda *_: True,
+    "WISH": lambda *_: True,
+    "WORD": lambda choose, name: choose(WORDS[name]),
+    "SCALING": lambda choose, _: choose(SCALINGS),
+}
+# Numbers that are no normal ones: those with which a state does not grow.
+CONTENTS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "decay": lambda x, _: -np.abs(x),
+    "beta": lambda x, d_k: np.abs(x) / x.dtype.type(2 * d_k + 1),
+}
+
+
+class Drawn:
+    """Sizes, storage and batch of a call; a batch of packed sequences is one of states alone."""
+
+    def __init__(self, choose: Choose, limits: Limits, rows: dict[str, Array]) -> None:
+        letters = set("".join(row.axes for row in rows.values()))
+        self.stored = choose(STORED)
+        self.wide = np.float64 if self.stored is np.float64 else np.float32
+        self.batch = some(choose, [1, 2, 3], 2)
+        self.any = [*self.batch, choose(limits.rows), choose(limits.keys)]  # the shape of `*` alone
+        self.sizes = {"T": choose(limits.rows), "C": choose(limits.keys), "N": choose(limits.widths)}
+        self.sizes |= {letter: choose(limits.widths if "H" in letters else limits.keys) for letter in "HDK"}
+        if "S" in letters:  # a convolution, which keeps one row less than it has weights
+            self.sizes["K"] = choose((1, 2, 4))
+            self.sizes["S"] = self.sizes["K"] - 1
+        if "V" in letters:  # heads of keys, values and queries, and of states
+            few, each = choose((1, 2)), choose((1, 2, 3))
+            self.sizes |= dict(zip("KV", choose(((few, few * each), (few * each, few))), strict=True))
+            self.sizes |= {"G": few * each, "N": choose((few, few * each, 2 * few * each))}
+            self.batch, self.sizes["T"] = [choose((1, 2))], choose((0, 1, 5, 17, 40))
+        self.is_packed = "seq_lengths" in rows and one_in(choose, 4)
+        self.edges = _edges(choose, self.sizes["T"])
+        self.batch = [] if self.is_packed else self.batch
+
+    def shape(self, row: Array) -> list[int]:
+        if row.axes == "*" and row.kind != "QUERY_COUNTS":
+            return self.any
+        own = [self.sizes[letter] for letter in row.axes if letter != "*"]
+        if row.axes == "*NTD":  # each query of few heads reads several states
+            own[0] = max(own[0], self.sizes["G"])
+        of_states = self.is_packed and "T" not in row.axes
+        batch = [len(self.edges) - 1] if of_states else self.batch
+        return [*batch, *own] if "*" in row.axes else own
+
+
+def _edges(choose: Choose, total: int) -> list[int]:
+    return [0, total // choose((1, 2, 3)), total]
+
+
+def _made(choose: Choose, drawn: Drawn, row: Array) -> Any:
+    """Return an array of the shape and the kind of its row."""
+    shape = drawn.shape(row)
+    if row.kind == "EDGES":
+        return drawn.edges
+    if row.kind == "QUERY_COUNTS":
+        return choose((drawn.sizes["T"] // 2, [drawn.sizes["T"] // 3] * shape[0] if len(shape) == 1 else 0))
+    dtype = drawn.wide if row.kind == "COMPUTED" else drawn.stored
+    if row.role == "RESULT":
+        return lay_out(choose, np.full(shape, 7, dtype))
+    if row.kind == "BOOLS":
+        return seed(choose).random(broadcastable(choose, shape)[choose(range(len(shape))) :]) < 0.7
+    if row.axes == "*GTH" and one_in(choose, 2):  # a number for each token
+        shape = shape[:-1]
+    x = floats(choose, *shape, dtype=dtype)
+    return CONTENTS[row.name](x, drawn.sizes["H"]) if row.name in CONTENTS else x
+
+
+def of_rows(name: str) -> Arguments:
+    """Choose the arguments of a function from its rows in C, and those that its hook knows."""
+    rows, parameters, hook = arrays_of(name), parameters_of(name), HOOKS.get(name.removesuffix("_backward"))
+    numbers = numbers_of(name)
 
     def make(choose: Choose, limits: Limits) -> Call:
-        x = floats(choose, *_shape(choose, limits), dtype=choose(STORED))
-        return {name: x} | _optional(
-            choose, **{key: (lambda make=make: make(choose, x)) for key, make in makers.items()}
-        )
+        drawn, call = Drawn(choose, limits, rows), Call()
+        for row in rows.values():
+            left_out = row.kind in ("OFFSETS", "POSITIONS") or (row.kind == "QUERY_COUNTS" and drawn.is_packed)
+            if row.kind == "EDGES":
+                wanted = drawn.is_packed
+            else:
+                wanted = parameters[row.name].default is inspect.Parameter.empty or (not left_out and choose((0, 1)))
+            if wanted:
+                call[row.name] = _made(choose, drawn, row)
+        for key, kind in numbers.items():
+            if kind in SETTINGS and choose((False, True)):
+                call[key] = SETTINGS[kind](choose, key)
+        if "compute_dtype" in numbers and drawn.stored not in (np.float16, np.float64) and one_in(choose, 3):
+            call["compute_dtype"] = "bfloat16"
+        return hook(choose, call, name) if hook else call
 
     return make
 
 
-def _axis(choose: Choose, x: np.ndarray) -> int:
-    return choose(range(-x.ndim, x.ndim))
+# ---- what only one function knows ------------------------------------------------------------------------------------
+def _along_axes(choose: Choose, call: Call, name: str) -> Call:
+    x = call["x" if name == "softmax" else "grad_out"]
+    call |= _optional(choose, axis=lambda: choose(range(-x.ndim, x.ndim)))
+    if name == "softmax_backward":
+        options = {key: call[key] for key in ("axis", "scale") if key in call}
+        call["weights"] = cattn.softmax(floats(choose, *x.shape, dtype=x.dtype), **options)
+    return call
 
 
-def _where(choose: Choose, x: np.ndarray) -> np.ndarray:
-    return seed(choose).random(broadcastable(choose, x.shape)[choose(range(x.ndim)) :]) < 0.7
-
-
-def _empty(choose: Choose, x: np.ndarray) -> np.ndarray:
-    return lay_out(choose, np.full(x.shape, 7, x.dtype))
-
-
-def _alike(choose: Choose, x: np.ndarray) -> np.ndarray:
-    return floats(choose, *x.shape, dtype=x.dtype)
-
-
-def _column(choose: Choose, x: np.ndarray) -> np.ndarray:
-    return floats(choose, x.shape[-1], dtype=x.dtype)
-
-
-def _p(choose: Choose, _: np.ndarray) -> float:
-    return choose((0.5, 0.1, 0.0, 1.0))
-
-
-def _softmax_backward(choose: Choose, limits: Limits) -> Call:
-    call = _on_rows("grad_out", out=_empty)(choose, limits)
-    axis, scale = _axis(choose, call["grad_out"]), choose((1.0, -0.5))
-    weights = cattn.softmax(_alike(choose, call["grad_out"]), axis, scale=scale)
-    return call | {"weights": weights, "axis": axis, "scale": scale}
-
-
-def _masked(choose: Choose, limits: Limits) -> Call:
-    call = _on_rows(
-        "scores", mask=_where, axis=lambda choose, _: choose((-1, -2)), scale=lambda *_: 0.5,
-        method=lambda *_: "renormalize", out=_empty,
-    )(choose, limits)  # fmt: skip
+def _masked(choose: Choose, call: Call, _: str) -> Call:
+    call |= _optional(choose, axis=lambda: choose((-1, -2)))
     return call | _placed(choose, *call["scores"].shape[-2:])
 
 
@@ -272,146 +341,39 @@ def _shown(choose: Choose, _: Limits) -> Call:
     )
 
 
-def _dropped(choose: Choose, limits: Limits) -> Call:
-    call = _on_rows("x", p=_p, return_mask=lambda *_: True, training=lambda *_: True, out=_empty)(choose, limits)
-    return call | {"rng": seed_of(choose, cattn.dropout)}
+def _dropped(choose: Choose, call: Call, name: str) -> Call:
+    if name == "dropout":
+        return call | {"rng": seed_of(choose, cattn.dropout)}
+    again = choose((3, cattn.TorchGenerator(3), None))
+    return call | ({"rng": again} if again else {"mask": seed(choose).random(call["grad_out"].shape) < 0.7})
 
 
-def _dropout_backward(choose: Choose, limits: Limits) -> Call:
-    call = _on_rows("grad_out", out=_empty)(choose, limits) | {"p": choose((0.5, 0.1, 1.0))}
-    drawn_again = {"rng": choose((3, cattn.TorchGenerator(3)))}
-    return call | (
-        drawn_again if choose((False, True)) else {"mask": seed(choose).random(call["grad_out"].shape) < 0.7}
-    )
-
-
-SCALINGS = [
-    None,
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-]
-
-
-def _rotated(choose: Choose, limits: Limits) -> Call:
-    x = floats(
-        choose, *some(choose, [1, 2, 5], 2), choose(limits.rows), choose([4, 7, 16, 66, 128]), dtype=choose(STORED)
-    )
-    start, T = choose([0, 1000, 2**40]), x.shape[-2]
+def _rotated(choose: Choose, call: Call, _: str) -> Call:
+    T, columns = call["x"].shape[-2:]
+    start = choose([0, 1000, 2**40])
+    if call.get("scaling", {}) and columns < 4:
+        del call["scaling"]
     places: list[Any] = [np.arange(start, start + T), np.arange(T) / 2, [3] * T]
-    return {"x": x, "positions": choose(places), "rotary_dim": x.shape[-1] // 2 * 2} | _optional(
-        choose,
-        theta=lambda: choose((10000.0, 1.5, 500000)), interleaved=lambda: True, inverse=lambda: True,
-        scaling=lambda: choose(SCALINGS), out=lambda: _empty(choose, x),
-    )  # fmt: skip
+    return call | {"positions": choose(places), "rotary_dim": columns // 2 * 2}
 
 
-def _with_gradient(make: Arguments, *without: str) -> Arguments:
-    """Choose the arguments of a function's gradient."""
-
-    def gradient(choose: Choose, limits: Limits) -> Call:
-        call = {name: x for name, x in make(choose, limits).items() if name not in without}
-        return {"grad_out": _alike(choose, call["x"])} | call
-
-    return gradient
-
-
-def _projected(choose: Choose, limits: Limits) -> Call:
-    x = floats(choose, *_shape(choose, limits), dtype=choose(STORED))
-    n, fits = choose(limits.widths), x.dtype not in (np.float16, np.float64)
-    call = {"x": x, "weight": floats(choose, n, x.shape[-1], dtype=x.dtype)}
-    out = np.full((*x.shape[:-1], n), 7, x.dtype)
-    call |= _optional(choose, bias=lambda: floats(choose, n, dtype=x.dtype), out=lambda: lay_out(choose, out))
-    return call | ({"compute_dtype": "bfloat16"} if fits and one_in(choose, 3) else {})
+def _in_a_layout(choose: Choose, call: Call, name: str) -> Call:
+    """Choose the order of heads and tokens."""
+    call["layout"] = choose(("bhtd", "bthd"))
+    for key, row in arrays_of(name).items():
+        if key in call and "T" in row.axes and call["layout"] == "bthd":
+            heads = int("cu_seqlens" not in call)  # behind the batch
+            call[key] = call[key].swapaxes(heads, heads + 1)
+    return call
 
 
-def _projection_gradients(choose: Choose, limits: Limits) -> Call:
-    call = _projected(choose, limits)
-    call = {name: x for name, x in call.items() if name not in ("bias", "out")}
-    return {"grad_out": floats(choose, *call["x"].shape[:-1], len(call["weight"]), dtype=call["x"].dtype)} | call
-
-
-def _edges(choose: Choose, total: int) -> list[int]:
-    return [0, total // choose((1, 2, 3)), total]
-
-
-def _with_state(choose: Choose, limits: Limits) -> tuple[Call, tuple[int, ...], tuple[int, ...]]:
-    """Choose the arguments of linear attention. Returns the shapes of the output and of the states, too."""
-    few, each, tokens = choose((1, 2)), choose((1, 2, 3)), choose((0, 1, 5, 17, 40))
-    d_k, d_v, dtype, packed = choose(limits.widths), choose(limits.widths), choose(STORED), one_in(choose, 4)
-    states, batch = few * each, () if packed else choose(((1,), (2,)))
-    queries = choose((few, states, 2 * states))
-    key, value = choose(((few, states), (states, few)))
-    layout = choose(("bhtd", "bthd"))
-    wide = np.float64 if dtype == np.float64 else np.float32
-
-    def tokens_of(heads: int, *width: int, dtype: Any = dtype) -> np.ndarray:
-        x = floats(choose, *batch, heads, tokens, *width, dtype=dtype)
-        return x.swapaxes(len(batch), len(batch) + 1) if layout == "bthd" else x
-
-    edges = _edges(choose, tokens)
-    shape = (len(edges) - 1 if packed else batch[0], states, d_k, d_v)
-    call: Call = {"query": tokens_of(queries, d_k), "key": tokens_of(key, d_k), "value": tokens_of(value, d_v)}
-    call |= {"layout": layout, **({"cu_seqlens": edges} if packed else {})}
-    call |= _optional(
-        choose,
-        decay=lambda: -np.abs(tokens_of(states, *choose(((), (d_k,))), dtype=wide)),
-        beta=lambda: np.abs(tokens_of(states, dtype=wide)) / 4,
-        state=lambda: floats(choose, *shape, dtype=wide), scale=lambda: choose((0.5, 1.0)),
-    )  # fmt: skip
-    if not packed and one_in(choose, 2):
-        call["seq_lengths"] = choose((tokens // 2, [tokens // 3] * batch[0]))
-    heads = (max(states, queries), tokens)
-    return call, (*batch, *(heads if layout == "bhtd" else heads[::-1]), d_v), shape
-
-
-def _linear_attention(choose: Choose, limits: Limits) -> Call:
-    call, out, state = _with_state(choose, limits)
-    wide = np.float64 if call["query"].dtype == np.float64 else np.float32
-    return call | _optional(
-        choose,
-        return_state=lambda: True, state_out=lambda: lay_out(choose, np.full(state, 7, wide)),
-        out=lambda: lay_out(choose, np.full(out, 7, call["query"].dtype)),
-    )  # fmt: skip
-
-
-def _linear_attention_gradients(choose: Choose, limits: Limits) -> Call:
-    call, out, state = _with_state(choose, limits)
-    wide = np.float64 if call["query"].dtype == np.float64 else np.float32
-    call["grad_out"] = floats(choose, *out, dtype=call["query"].dtype)
-    return call | _optional(choose, grad_state=lambda: floats(choose, *state, dtype=wide))
-
-
-def _convolved(choose: Choose, limits: Limits) -> Call:
-    batch, tokens, channels = choose(((), (2,))), choose((0, 1, 3, 17)), choose((*limits.widths, 300))
-    width, dtype = choose((1, 2, 4)), choose(STORED)
-    call: Call = {"x": floats(choose, *batch, tokens, channels, dtype=dtype)}
-    call["weight"] = floats(choose, channels, width, dtype=dtype)
-    edges = _edges(choose, tokens)
-    packed = not batch and one_in(choose, 2)
-    state = (*((len(edges) - 1,) if packed else batch), width - 1, channels)
-    call |= {"cu_seqlens": edges} if packed else _optional(choose, seq_lengths=lambda: tokens // 2)
-    return call | _optional(
-        choose,
-        bias=lambda: floats(choose, channels, dtype=dtype), activation=lambda: "silu",
-        state=lambda: floats(choose, *state, dtype=dtype), return_state=lambda: True,
-        state_out=lambda: lay_out(choose, np.full(state, 7, dtype)), out=lambda: _empty(choose, call["x"]),
-    )  # fmt: skip
-
-
-def _convolution_gradients(choose: Choose, limits: Limits) -> Call:
-    call = _convolved(choose, limits)
-    left_out = ["cu_seqlens", "seq_lengths", "return_state", "state_out", "out", *["state"] * ("cu_seqlens" in call)]
-    call = {name: x for name, x in call.items() if name not in left_out}
-    call["grad_out"] = _alike(choose, call["x"])
-    state = (*call["x"].shape[:-2], call["weight"].shape[1] - 1, call["x"].shape[-1])
-    return call | _optional(choose, grad_state=lambda: floats(choose, *state, dtype=call["x"].dtype))
-
-
-_normed = _on_rows("x", weight=_column, eps=lambda choose, _: choose((1e-5, 0.5)), out=_empty)
-_layer_normed = _on_rows("x", weight=_column, bias=_column, eps=lambda choose, _: choose((1e-5, 0.5)), out=_empty)
-_activated = _on_rows("x", out=_empty)
-_gelu = _on_rows("x", approximate=lambda *_: "tanh", out=_empty)
+HOOKS: dict[str, Callable[[Choose, Call, str], Call]] = {
+    "softmax": _along_axes,
+    "masked_softmax": _masked,
+    "dropout": _dropped,
+    "rope": _rotated,
+    "linear_attention": _in_a_layout,
+}
 
 
 def _constant(**arguments: Any) -> Arguments:
@@ -567,29 +529,7 @@ FUNCTIONS: dict[str, tuple[Function, Arguments]] = {
     "varlen_attention_statistics": (cattn.varlen_attention_statistics, _packed_statistics),
     "merge_attention": (cattn.merge_attention, _merged),
     "explain": (cattn.explain, _explained),
-    "softmax": (
-        cattn.softmax,
-        _on_rows("x", axis=_axis, where=_where, scale=lambda choose, _: choose((0.5, -2)), out=_empty),
-    ),
-    "softmax_backward": (cattn.softmax_backward, _softmax_backward),
-    "masked_softmax": (cattn.masked_softmax, _masked),
-    "dropout": (cattn.dropout, _dropped),
-    "dropout_backward": (cattn.dropout_backward, _dropout_backward),
-    "rope": (cattn.rope, _rotated),
-    "rms_norm": (cattn.rms_norm, _normed),
-    "rms_norm_backward": (cattn.rms_norm_backward, _with_gradient(_normed, "out")),
-    "layer_norm": (functional.layer_norm, _layer_normed),
-    "layer_norm_backward": (functional.layer_norm_backward, _with_gradient(_layer_normed, "bias", "out")),
-    "gelu": (functional.gelu, _gelu),
-    "gelu_backward": (functional.gelu_backward, _with_gradient(_gelu)),
-    "silu": (functional.silu, _activated),
-    "silu_backward": (functional.silu_backward, _with_gradient(_activated)),
-    "linear": (functional.linear, _projected),
-    "linear_backward": (functional.linear_backward, _projection_gradients),
-    "linear_attention": (cattn.linear_attention, _linear_attention),
-    "linear_attention_backward": (functional.linear_attention_backward, _linear_attention_gradients),
-    "causal_conv": (functional.causal_conv, _convolved),
-    "causal_conv_backward": (functional.causal_conv_backward, _convolution_gradients),
+    **{name: (find(name), of_rows(name)) for name in IN_C if not IS_ATTENTION.get(name) and name != "causal_mask"},
     "quantize": (cattn.quantize, _quantizable),
     "dequantize": (
         cattn.dequantize,
