@@ -1,10 +1,11 @@
-"""One small call of each public function; for attention, one call for each path, storage and option.
+"""One small call of each public function; for attention, one call for each path, storage and option; of the other
+functions of C, some random calls.
 
 For tests that do the same with all of them: count their references, fail their allocations, run them under valgrind. A
 call gives the same bits whenever it is made. fresh() makes it without threads and scratch of earlier calls.
 
     python tests/support/public_calls.py            makes each call once with every kernel table of the build
-    python tests/support/public_calls.py sweep 0    lets each allocation of every tenth call fail in turn; 0 to 9
+    python tests/support/public_calls.py sweep 0    lets each allocation of every 40th call fail in turn; 0 to 39
     python tests/support/public_calls.py leak       makes a call with a fault that the sweep must find; or write, lie
 
 test_faults.py runs the sweep under its preloaded shim, which fails one allocation that the extension requests, directly
@@ -18,6 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import sys
@@ -29,9 +31,14 @@ import ml_dtypes
 import numpy as np
 
 import cattn
-from cattn import _cattn, functional
+from cattn import _cattn
+from support import number_of
+from support.calls import Limits, from_rng
+from support.functions import FUNCTIONS, Work
+from support.rows import IN_C, IS_ATTENTION
 
 Call = Callable[[], object]
+LIMITS = Limits((5, 40), (9, 90), (4, 17))
 
 _draw = np.random.default_rng(0)
 
@@ -48,11 +55,9 @@ SLOPES, SINKS = np.linspace(0.1, 0.4, 4), _normal(4)
 LENGTHS = np.array([[197], [55]])
 LISTS = _draw.integers(-1, 197, (101, 30), dtype=np.int32)
 X = _normal(3, 3)
-SCORES, SCORES_MASK = _normal(3, 70, 90), _draw.random((70, 90)) < 0.7
+SCORES = _normal(3, 70, 90)
 PACKED = _normal(120, 2, 8)
 EDGES = np.array([0, 50, 50, 120])
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-WEIGHT_OF_9 = np.linspace(0.5, 2, 9, dtype=np.float32)
 HALF, BFLOAT16 = _normal(2, 101, 8, dtype=np.float16), _normal(2, 101, 8).astype(ml_dtypes.bfloat16)
 DOUBLE, SWAPPED = _normal(2, 40, 8, dtype=np.float64), _normal(2, 40, 8).astype(">f4")
 INPUTS = {name: value for name, value in globals().items() if isinstance(value, np.ndarray)}
@@ -226,49 +231,10 @@ CALLS: dict[str, Call] = {
     "varlen_attention_statistics": lambda: cattn.varlen_attention_statistics(PACKED, PACKED, EDGES, EDGES, top_k=2),
     "head_scores": lambda: cattn.head_scores(BIAS[:, :, :1], [3]),
     "attention_rollout": lambda: cattn.attention_rollout(np.abs(SCORES)[None, :, :, :70]),
-    "softmax_backward": lambda: cattn.softmax_backward(SCORES, SCORES),
-    "softmax_backward, half": lambda: cattn.softmax_backward(HALF, HALF, axis=1),
-    "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.3, mask=SCORES_MASK),
-    "dropout_backward, integers": lambda: cattn.dropout_backward([2**53 + 1, 2**53 + 3], 0.5, mask=True),
     # row by row
-    "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=SCORES_MASK),
-    "softmax, half": lambda: cattn.softmax(HALF, axis=1),
-    "masked_softmax": lambda: cattn.masked_softmax(SCORES, SCORES_MASK, is_causal="upper_left", method="renormalize"),
-    "masked_softmax, another axis": lambda: cattn.masked_softmax(SCORES, SCORES_MASK, axis=1, is_causal="lower_right"),
     "masked_softmax, several axes": lambda: cattn.masked_softmax(SCORES, axis=(0, 2), is_causal="upper_left"),
     "masked_softmax, name made at run time": lambda: cattn.masked_softmax(**{"".join(("sco", "res")): SCORES}),
-    "dropout": lambda: cattn.dropout(SCORES, 0.5, rng=np.random.default_rng(1), return_mask=True),
-    "dropout, stream": lambda: cattn.dropout(SCORES, 0.5, rng=cattn.TorchGenerator(1)),
-    "rope": lambda: cattn.rope(QUERY, EDGES[1] + np.arange(101), rotary_dim=6, scaling=YARN),
-    "rope, threads": lambda: _threaded(lambda: cattn.rope(OUT_LIKE[..., :8], LENGTHS + np.arange(101))),
-    "rope, interleaved": lambda: cattn.rope(BFLOAT16, interleaved=True, inverse=True, out=BFLOAT16.copy()),
-    "rms_norm": lambda: cattn.rms_norm(SCORES, np.arange(90)),
-    "rms_norm, half": lambda: cattn.rms_norm(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
-    "rms_norm_backward": lambda: cattn.rms_norm_backward(SCORES, SCORES, np.arange(90, dtype=np.float32)),
-    "linear": lambda: functional.linear(SCORES, np.ones((4, 90), np.float32), np.arange(4)),
-    "linear, half": lambda: functional.linear(HALF, np.ones((3, HALF.shape[-1]), np.float32)[:, ::-1]),
-    "linear, products of bfloat16": lambda: functional.linear(SCORES, SCORES[0, :4], compute_dtype="bfloat16"),
-    "linear_backward": lambda: functional.linear_backward(SCORES, SCORES, np.ones((90, 90), np.float32)),
-    "rms_norm_backward, threads": lambda: _threaded(lambda: cattn.rms_norm_backward(OUT_LIKE, OUT_LIKE, WEIGHT_OF_9)),
-    "layer_norm": lambda: functional.layer_norm(SCORES, np.arange(90), np.arange(90)),
-    "layer_norm, half": lambda: functional.layer_norm(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
-    "layer_norm_backward": lambda: functional.layer_norm_backward(SCORES, SCORES, np.arange(90, dtype=np.float32)),
-    "gelu": lambda: functional.gelu(SCORES),
-    "gelu_backward, threads": lambda: _threaded(lambda: functional.gelu_backward(OUT_LIKE, OUT_LIKE, "tanh")),
-    "silu, half": lambda: functional.silu(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
-    "silu_backward": lambda: functional.silu_backward(SCORES, np.broadcast_to(np.arange(90), SCORES.shape)),
-    "linear_attention": lambda: cattn.linear_attention(
-        QUERY, QUERY, OUT_LIKE, decay=-np.abs(QUERY), beta=[0.5], seq_lengths=[60], return_state=True
-    ),
-    "linear_attention, threads": lambda: _in_threads(3, cattn.linear_attention, HALF, HALF, HALF, decay=[-0.5]),
-    "linear_attention, packed": lambda: cattn.linear_attention(
-        PACKED, PACKED, PACKED, beta=[0.5], cu_seqlens=EDGES, layout="bthd"
-    ),
-    "linear_attention_backward, threads": lambda: _in_threads(
-        3, functional.linear_attention_backward, OUT_LIKE, QUERY, QUERY, OUT_LIKE, decay=[-0.5], beta=[0.5]
-    ),
-    "causal_conv": lambda: functional.causal_conv(SCORES, SCORES[0, :4].T, activation="silu", return_state=True),
-    "causal_conv_backward": lambda: functional.causal_conv_backward(SCORES, SCORES, SCORES[0, :4].T, activation="silu"),
+    "dropout_backward, integers": lambda: cattn.dropout_backward([2**53 + 1, 2**53 + 3], 0.5, mask=True),
     # masks, numbers, settings
     "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),
     "show_mask": lambda: cattn.show_mask(5, 7, is_causal="upper_left"),
@@ -295,6 +261,14 @@ CALLS: dict[str, Call] = {
     "MultiHeadAttention": lambda: _train(cattn.MultiHeadAttention(8, 8, 40, 0.0, num_heads=2, rng=1)),
     "MultiHeadAttentionWrapper": lambda: cattn.MultiHeadAttentionWrapper(8, 4, 40, 0.0, num_heads=2, rng=1)(DOUBLE),
 }  # fmt: skip
+
+# Of the other functions of C some random calls, every third one with threads.
+for _name in [name for name in IN_C if not IS_ATTENTION.get(name)]:
+    for _seed in range(3):
+        _arguments = FUNCTIONS[_name][1](from_rng(np.random.default_rng([number_of(_name), _seed])), LIMITS)
+        _work = Work(_name, FUNCTIONS[_name][0], _arguments)
+        INPUTS |= {f"{_name} {_seed} {key}": x for key, x in _arguments.items() if isinstance(x, np.ndarray)}
+        CALLS[f"{_name}, {_seed}"] = _work.run if _seed < 2 else functools.partial(_threaded, _work.run)
 
 
 def fresh(name: str) -> object:
