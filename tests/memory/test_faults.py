@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,12 +47,12 @@ def failing_allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     """The environment variables that make allocations fail."""
     if platform.libc_ver()[0] != "glibc" or UNDER_SANITIZER:
         pytest.skip("the shim replaces glibc's allocator")
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "gcc"))
+    if shutil.which(compiler[0]) is None:
         pytest.skip("needs a C compiler")
     shim = tmp_path_factory.mktemp("shim") / "failing_allocations.so"
     flags = ["-O1", "-fno-optimize-sibling-calls", "-shared", "-fPIC", "-o", str(shim)]
-    run_command([compiler, str(ROOT / "tests/data/failing_allocations.c"), *flags], check=True)
+    run_command([*compiler, str(ROOT / "tests/data/failing_allocations.c"), *flags], check=True)
     return {"LD_PRELOAD": str(shim), "PYTHONMALLOC": "malloc"}
 
 
