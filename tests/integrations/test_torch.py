@@ -1,6 +1,7 @@
 """cattn beside PyTorch: values, dropout, tensors without a copy, and the chapter's modules."""
 
 import gc
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -217,6 +218,16 @@ def test_tensors_are_read_by_dlpack() -> None:
     torch.vmap(lambda row: (seen.append(read(row) is None), row)[1])(x)
     torch.func.grad(lambda x: (seen.append(read(x) is None), x.sum())[1])(x)
     assert seen == [True, True]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["attn_mask", "bias", "sinks"])
+def test_a_sparse_option_is_refused_by_its_name(name: str) -> None:
+    """Also once PyTorch's compiler is loaded, whose rule for tangents asks for the storage."""
+    importlib.import_module("torch._dynamo")
+    x, option = torch.ones(2, 4, 8), torch.ones(2) if name == "sinks" else torch.eye(4)
+    with pytest.raises(TypeError, match=rf"^{name} is torch\.sparse_coo, cattn wants dense tensors"):
+        cattn.integrations.torch.scaled_dot_product_attention(x, x, x, **{name: option.to_sparse()})
 
 
 @needs_dlpack

@@ -198,8 +198,9 @@ def _has_tangent(tensor: Tensor) -> bool:
     """Return whether this tensor is one of forward-mode differentiation, whose tangents custom operators drop."""
     while _functorch.is_batchedtensor(tensor):  # torch.vmap has no rule for this question
         tensor = _functorch.get_unwrapped(tensor)
-    if tensor.is_inference() or _private._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
-        return False  # PyTorch has no answer for tensors that no derivative follows
+    follows = not (tensor.is_inference() or _private._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD))
+    if not follows or tensor.layout is not torch.strided:
+        return False  # PyTorch has no answer for tensors that no derivative follows, nor for sparse ones
     return _unpack_dual(tensor, level=0)[1] is not None  # there is one level, 0
 
 
