@@ -203,7 +203,7 @@ static bool parse_reals(struct cattn_call *call, PyObject *const *args) {
             continue;
         if (!cattn_arg_real(object, row->name, place))
             return false;
-        const char *fault = cattn_number_fault(row->kind, *place, params->dtype);
+        const char *fault = cattn_number_fault((int)row->kind, *place, params->dtype);
         if (fault != NULL)
             return cattn_error_value(object, "%s %s", row->name, fault);
     }

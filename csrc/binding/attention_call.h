@@ -64,7 +64,7 @@ void cattn_packed_clear(struct cattn_packed *packed);
 #define ATTENTION_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, ...) ATTENTION_OPTIONS(ARRAY, NUMBER, WISH)
 
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
-#define WEIGHTS_EXTRA(WORD) WORD(stage, "qk|softcap|bias|mask|softmax|dropout")
+#define WEIGHTS_EXTRA(WORD) WORD(stage, "qk|softcap|bias|mask|softmax|dropout", NOWHERE)
 #define BACKWARD_EXTRA(ARRAY, NUMBER)                                                                                  \
     ARRAY(grad_out, "NTD", STORED, EXACTLY, REQUIRED)                                                                  \
     ARRAY(lse, "NT", COMPUTED, EXACTLY, REQUIRED)                                                                      \

@@ -93,12 +93,14 @@ struct argument {
     const char *name, *role, *kind, *axes, *fits; /* NULL where there is no such thing */
 };
 #define ARRAY_ROW(name, axes, kind, fits, ...) {#name, "ARRAY", #kind, axes, #fits},
-#define NUMBER_ROW(name, kind, ...) {#name, "NUMBER", #kind, NULL, NULL},
+#define NUMBER_ROW(...) NUMBER_ROW_OF(__VA_ARGS__, ) /* an option of attention has no place here */
+#define NUMBER_ROW_OF(name, kind, ...) {#name, "NUMBER", #kind, NULL, NULL},
 #define WORD_ROW(name, words, ...) {#name, "WORD", NULL, words, NULL},
 #define WISH_ROW(name) {#name, "WISH", NULL, NULL, NULL},
 #define RESULT_ROW(name, axes, kind, where, ...) {#name, "RESULT", #kind, axes, #where},
 #define RETURNS_ROW(name, axes, kind, ...) {#name, "RETURNS", #kind, axes, NULL},
-#define ARGUMENTS(name, TABLE, ...)                                                                                    \
+#define ARGUMENTS(...) ARGUMENTS_OF(__VA_ARGS__, )
+#define ARGUMENTS_OF(name, TABLE, ...)                                                                                 \
     static const struct argument name##_arguments[] = {                                                                \
         TABLE(ARRAY_ROW, NUMBER_ROW, WORD_ROW, WISH_ROW, RESULT_ROW, NO_SLOT)};                                        \
     /* what is no argument, and an empty row, because most tables have none */                                         \

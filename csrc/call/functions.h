@@ -204,16 +204,18 @@ struct cattn_places {
     RESULT(state_out, "*SC", STORED, IN_PLACE, IN(conv, state_out))                                                    \
     RESULT(out, "*TC", STORED, APART, IN(conv, out))
 
-/* The slots of tables whose functions have code of their own: ROPE_positions and so on. */
+/* The slots of tables whose functions have code of their own: ROPE_positions and so on. A row may have a name alone,
+ * and C11 wants an argument for the dots: hence the empty one. */
 #define NO_SLOT(...)
-#define MASKED_SOFTMAX_SLOT(name, ...) MASKED_SOFTMAX_##name,
-#define DROPOUT_SLOT(name, ...) DROPOUT_##name,
-#define CAUSAL_MASK_SLOT(name, ...) CAUSAL_MASK_##name,
-#define ROPE_SLOT(name, ...) ROPE_##name,
-#define LINEAR_SLOT(name, ...) LINEAR_##name,
-#define LINEAR_ATTENTION_SLOT(name, ...) LINEAR_ATTENTION_##name,
-#define LINEAR_GRADIENTS_SLOT(name, ...) LINEAR_GRADIENTS_##name,
-#define CAUSAL_CONV_SLOT(name, ...) CAUSAL_CONV_##name,
+#define SLOT_NAMED(table, name, ...) table##_##name,
+#define MASKED_SOFTMAX_SLOT(...) SLOT_NAMED(MASKED_SOFTMAX, __VA_ARGS__, )
+#define DROPOUT_SLOT(...) SLOT_NAMED(DROPOUT, __VA_ARGS__, )
+#define CAUSAL_MASK_SLOT(...) SLOT_NAMED(CAUSAL_MASK, __VA_ARGS__, )
+#define ROPE_SLOT(...) SLOT_NAMED(ROPE, __VA_ARGS__, )
+#define LINEAR_SLOT(...) SLOT_NAMED(LINEAR, __VA_ARGS__, )
+#define LINEAR_ATTENTION_SLOT(...) SLOT_NAMED(LINEAR_ATTENTION, __VA_ARGS__, )
+#define LINEAR_GRADIENTS_SLOT(...) SLOT_NAMED(LINEAR_GRADIENTS, __VA_ARGS__, )
+#define CAUSAL_CONV_SLOT(...) SLOT_NAMED(CAUSAL_CONV, __VA_ARGS__, )
 #define SLOTS(TABLE)                                                                                                   \
     enum {                                                                                                             \
         TABLE##_ARGUMENTS(TABLE##_SLOT, TABLE##_SLOT, TABLE##_SLOT, TABLE##_SLOT, TABLE##_SLOT, NO_SLOT)               \

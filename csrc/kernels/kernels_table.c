@@ -39,8 +39,8 @@
 #define KEEP_LOOPS
 #include "simd_gnu.h"
 #elif defined(TABLE_AVX2)
-/* 12 chains in 16 registers, more than two FMAs a cycle of latency 4 or 5 need: on an Intel core attention takes 0.95 to
- * 0.99 of its time with 4 x 2 vectors, and products of 4 x 3 packed vectors 0.87 to 0.95 of the time of 4 x 2. */
+/* 12 chains in 16 registers, more than two FMAs a cycle of latency 4 or 5 need: on an Intel core attention takes 0.95
+ * to 0.99 of its time with 4 x 2 vectors, and products of 4 x 3 packed vectors 0.87 to 0.95 of the time of 4 x 2. */
 #define ISA avx2
 #define MR 6
 #define NR 2

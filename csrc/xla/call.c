@@ -148,7 +148,7 @@ static struct xla_error *check_numbers(const struct xla_call *call) {
         const double real = call->numbers[i][0].real;
         const int64_t integer = call->numbers[i][0].integer;
         const char *fault =
-            ATTRIBUTES[row->kind].type == XLA_F64 ? cattn_number_fault(row->kind, real, call->dtype) : NULL;
+            ATTRIBUTES[row->kind].type == XLA_F64 ? cattn_number_fault((int)row->kind, real, call->dtype) : NULL;
         if (fault != NULL)
             return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s %s, got %s", row->name, fault,
                                   cattn_show_number(real, 6).text);
