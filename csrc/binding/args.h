@@ -107,7 +107,7 @@ enum cattn_mask_kind {
 /* A boolean mask of any shape. */
 PyArrayObject *cattn_arg_bools(struct binding_state *state, PyObject *object, const char *name);
 /* It must broadcast to the shape of the scores. */
-bool cattn_check_mask(const struct cattn_array *mask, enum cattn_mask_kind kind, int nd, const int64_t *dims);
+bool cattn_arg_mask_fits(const struct cattn_array *mask, enum cattn_mask_kind kind, int nd, const int64_t *dims);
 /* A mask or bias that broadcasts to dims. Its type is NPY_BOOL or `type`. */
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const int64_t *dims);

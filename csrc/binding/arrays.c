@@ -303,7 +303,7 @@ PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object
     return mask;
 }
 
-bool cattn_check_mask(const struct cattn_array *mask, enum cattn_mask_kind kind, int nd, const int64_t *dims) {
+bool cattn_arg_mask_fits(const struct cattn_array *mask, enum cattn_mask_kind kind, int nd, const int64_t *dims) {
     char hint[256] = "";
     if (cattn_broadcasts(mask, nd, dims))
         return true;
@@ -318,7 +318,7 @@ PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, con
         return NULL;
     struct cattn_array frozen;
     cattn_freeze(mask, name, &frozen);
-    if (!cattn_check_mask(&frozen, kind, nd, dims))
+    if (!cattn_arg_mask_fits(&frozen, kind, nd, dims))
         Py_CLEAR(mask);
     return mask;
 }

@@ -264,7 +264,7 @@ static bool check(struct cattn_function_call *call) {
             continue;
         if (array != call->main && !cattn_check_relation(cattn_python, relation, array, call->main, call->own_nd))
             return false;
-        if (relation == CATTN_SPREAD && !cattn_check_mask(array, CATTN_MASK_BOOL, call->main->nd, call->main->dims))
+        if (relation == CATTN_SPREAD && !cattn_arg_mask_fits(array, CATTN_MASK_BOOL, call->main->nd, call->main->dims))
             return false;
         cattn_view_related(places, relation, call->main, call->axis, array,
                            &CATTN_AT(struct cattn_tensor, params, call->slots[i]->row->place));

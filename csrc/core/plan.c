@@ -106,9 +106,10 @@ struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_
     A(weights_out)
 #define ONE(array) +1
     _Static_assert(PER_ROW(ONE) == N_ARRAYS, "each array of struct cattn_per_row has its memory here");
+    char *end = memory + N_ARRAYS * n_rows * sizeof(int64_t);
 #define NEXT_ARRAY(array)                                                                                              \
-    rows->array = (void *)memory;                                                                                      \
-    memory += n_rows * sizeof(int64_t);
+    end -= n_rows * sizeof(int64_t);                                                                                   \
+    rows->array = (void *)end;
     PER_ROW(NEXT_ARRAY)
 #undef NEXT_ARRAY
 #undef ONE
