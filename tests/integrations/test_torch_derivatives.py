@@ -9,7 +9,6 @@ import pytest
 from support import looped
 
 torch = pytest.importorskip("torch")
-from test_torch_operators import attention, operator_arguments, tensor, tensors  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
+from support.torch_calls import attention, operator_arguments, tensor, tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, in forward mode
 

@@ -19,22 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
-from cattn.integrations.torch._operator import write_options  # noqa: E402
 from cattn.integrations.torch._tensors import as_array, as_tensor  # noqa: E402
 from support import as_tuple, calls, paired  # noqa: E402
+from support.torch_calls import (  # noqa: E402
+    INPUTS,
+    Call,
+    attention,
+    given,
+    in_words,
+    operator_arguments,
+    tensor,
+    tensors,
+    theirs,
+)
 
-attention = bridge.scaled_dot_product_attention
-theirs = torch.nn.functional.scaled_dot_product_attention
-Call = dict[str, Any]  # the keyword arguments of a function, of tensors
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def tensor(*shape: int, seed: int = 1) -> Any:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    return [tensor(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
 
 
 # ---- the samples of attention ----------------------------------------------------------------------------------------
@@ -43,14 +42,6 @@ LISTS = torch.arange(B * T_q * 4).reshape(B, T_q, 4) % T_k - 1
 HEADS = ((B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5))
 GROUPS = ((B, H, T_q, D), (B, 2, T_k, D), (B, 2, T_k, 5))
 
-
-def given(*shapes: tuple[int, ...], **options: Any) -> Call:
-    """Return a call of query, key and value of these shapes, or of one shape for all three."""
-    shapes = shapes if len(shapes) == 3 else shapes * 3
-    return {name: tensor(*shape, seed=i) for i, (name, shape) in enumerate(zip(INPUTS, shapes, strict=True))} | options
-
-
-INPUTS = ("query", "key", "value")
 OPTIONS: dict[str, Call] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -210,13 +201,6 @@ def attend(call: Call) -> Call:
     return {"out": result.out, "lse": result.lse, "weights": result.weights}
 
 
-def in_words(call: Call) -> Call:
-    """Return the call with the words and defaults that cattn's own function has."""
-    words = {True: "upper_left", torch.bfloat16: "bfloat16"}
-    call = {"enable_gqa": False} | call
-    return call | {name: words.get(call[name], call[name]) for name in ("is_causal", "compute_dtype") if name in call}
-
-
 def attend_arrays(arrays: Call) -> Call:
     result = cattn.scaled_dot_product_attention(**paired(in_words(arrays)), return_weights=True, return_lse=True)
     return {"out": result.out, "lse": result.lse, "weights": result.weights}
@@ -234,13 +218,6 @@ def attention_gradients(arrays: Call, grads: Call) -> Call:
         grads["out"], out=result.out, lse=result.lse, grad_lse=grads["lse"], **call
     )._asdict()
     return found | ({"attn_mask": found["bias"]} if added else {})
-
-
-def operator_arguments(return_weights: bool = False, **call: Any) -> tuple[Any, ...]:
-    """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
-    options = {"dropout_p": 0.0, "is_causal": False} | in_words(call)
-    operands = [call.get(name) for name in (*INPUTS, "attn_mask", "bias", "sinks")]
-    return (*operands, *write_options(options), return_weights)
 
 
 def with_state(function: Callable[..., Any], call: Call) -> Call:

@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_operators import attention, operator_arguments, tensors, theirs  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
+from support.torch_calls import attention, operator_arguments, tensors, theirs  # noqa: E402
 
 
 # ---- use_cattn -----------------------------------------------------------------------------------------------------
