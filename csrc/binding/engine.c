@@ -142,23 +142,24 @@ static bool counts(const struct cattn_argument *row) {
     return row->role == ARRAY_ROLE && (row->kind == STORED || row->kind == PROMOTED);
 }
 
+/* Appends an item to a list in an error: ", " stands before it, `last` before the last one. */
+static void add_item(char *text, size_t size, const char *last, bool is_last, const char *quote, int n,
+                     const char *item) {
+    const size_t used = strlen(text);
+    const char *before = used == 0 ? "" : is_last ? last : ", ";
+    PyOS_snprintf(text + used, size - used, "%s%s%.*s%s", before, quote, n, item, quote);
+}
+
 /* The names of the arrays that count, as "x, weight and bias". */
 static void name_counted(const struct cattn_function *function, char *text, size_t size) {
-    int n = 0, left = 0;
+    int left = 0;
     text[0] = '\0';
     for (int slot = 0; slot < function->n_arguments; slot++)
         left += counts(&function->arguments[slot]);
     for (int slot = 0; slot < function->n_arguments; slot++) {
-        if (!counts(&function->arguments[slot]))
-            continue;
-        left--;
-        const size_t used = strlen(text);
-        PyOS_snprintf(text + used, size - used, "%s%s",
-                      n == 0     ? ""
-                      : left > 0 ? ", "
-                                 : " and ",
-                      function->arguments[slot].name);
-        n++;
+        const char *name = function->arguments[slot].name;
+        if (counts(&function->arguments[slot]))
+            add_item(text, size, " and ", --left == 0, "", (int)strlen(name), name);
     }
 }
 
@@ -279,13 +280,8 @@ static bool check(struct cattn_function_call *call) {
 static bool error_word(const struct cattn_argument *row, PyObject *object) {
     char wanted[128] = "";
     for (const char *word = row->axes, *end; word != NULL; word = end != NULL ? end + 1 : NULL) {
-        const size_t used = strlen(wanted);
         end = strchr(word, '|');
-        PyOS_snprintf(wanted + used, sizeof wanted - used, "%s'%.*s'",
-                      used == 0     ? ""
-                      : end != NULL ? ", "
-                                    : " or ",
-                      end != NULL ? (int)(end - word) : (int)strlen(word), word);
+        add_item(wanted, sizeof wanted, " or ", end == NULL, "'", (int)strcspn(word, "|"), word);
     }
     return cattn_error_value(object, "%s must be %s", row->name, wanted);
 }

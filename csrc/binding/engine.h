@@ -59,7 +59,7 @@ struct cattn_function {
     void (*clear)(void *params);
     /* Reads what the engine does not, when all arrays are frozen and the params have their sizes; or NULL. */
     bool (*settle)(struct cattn_function_call *call);
-    /* Makes the results whose axes are not those of the main array; or NULL. */
+    /* Makes the results whose shape does not follow from the main array; or NULL if there are none. */
     bool (*make)(struct cattn_function_call *call);
     bool (*run)(struct cattn_function_call *call); /* or NULL: cattn_run_core */
     enum cattn_status (*compute)(const void *params);
@@ -68,7 +68,7 @@ struct cattn_function {
     size_t over_axes; /* of the helper in struct binding_state for an `axis` that is no int; or 0 */
     bool widens;      /* halves are computed in float32, and the results are rounded */
     /* found by cattn_prepare_functions */
-    int main;       /* the slot of the array whose axes are those of the call; or -1 */
+    int main;       /* the slot of the main array, whose axes the call has; or -1 */
     int least_axes; /* of the main array */
     int axis;       /* its slot, or -1 */
     int n_arrays, n_numbers, n_results;

@@ -4,7 +4,7 @@
  * A table is an X-macro of the slots of a call, in the order of the signature:
  *
  * ARRAY(name, axes, kind, fits, need, view): an array. Every letter is an axis, `*` all axes before it, and `*` alone
- *   any shape; the letters are those of the documentation. `view` is its tensor in the params.
+ *   any shape. The docstrings use the same letters. `view` is its tensor in the params.
  * NUMBER(name, kind, place): one value for the whole call.
  * WORD(name, words, place): one of some words, of which the params get the index.
  * WISH(name): whether there is a result.
@@ -12,8 +12,8 @@
  *   may be overwritten by it.
  * RETURNS(name, axes, kind, condition, view): no argument, but a new array: ALWAYS, or if that argument is given.
  *
- * The engine (binding/engine.c) reads what has a place in the params, and arrays whose axes are among those of the main
- * one. The function's own code reads the others.
+ * The engine (binding/engine.c) reads every number that has a place in the params, and every array whose shape follows
+ * from the main array. The function's own code reads the others.
  */
 #ifndef CATTN_FUNCTIONS_H
 #define CATTN_FUNCTIONS_H
@@ -232,7 +232,7 @@ SLOTS(CAUSAL_CONV)
 
 /* ---- laws ---- */
 
-/* How the axes of an array follow from those of the main array of a call. */
+/* How the axes of an array follow from the axes of the main array. */
 enum cattn_relation {
     CATTN_ALIKE,  /* the same */
     CATTN_SPREAD, /* broadcast to them */
@@ -247,8 +247,8 @@ bool cattn_check_relation(const struct cattn_door *door, enum cattn_relation rel
                           const struct cattn_array *main, int own_nd);
 /* What lies at a place of the params. */
 #define CATTN_AT(type, params, place) (*(type *)(void *)((char *)(params) + (place)))
-/* Fills in the sizes of a call; `axis` is that of the columns. Inline, as the next one, for the time of a small call.
- */
+/* Fills in the sizes of a call; `axis` is the axis of columns. This function and the next one are inline because small
+ * calls notice the time. */
 static inline void cattn_fill_sizes(const struct cattn_places *places, const struct cattn_array *main, int axis,
                                     void *params) {
     const bool has_rows = places->rows != NOWHERE;
@@ -286,8 +286,8 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
 
 /* ---- functions ---- */
 
-/* F(name, TABLE, main, params, compute, set, ...): the array whose axes are those of the call, or NO_MAIN; the function
- * of the core with its params; a statement that sets what is no argument; and members of struct cattn_function. */
+/* F(name, TABLE, main, params, compute, set, ...): the main array, whose axes the call has, or NO_MAIN; the function of
+ * the core with its params; a statement that sets what is no argument; and members of struct cattn_function. */
 #define NORM_PLACES ROWS(norm, IN(norm, storage), NOWHERE)
 #define NORM_BACKWARD_PLACES ROWS(norm_backward, NOWHERE, NOWHERE)
 #define ACTIVATION_PLACES ROWS(activation, IN(activation, storage), NOWHERE)

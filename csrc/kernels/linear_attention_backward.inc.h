@@ -78,7 +78,7 @@ INLINE void find_residuals(const struct cattn_state_gradient *g, int64_t column,
     }
 }
 
-/* Inputs of one backward step: the token's own, and those of the next token, whose update has not been applied yet. */
+/* What one backward step reads of its token, and of the next token, whose update has not been applied yet. */
 struct step_back {
     const real *query, *key, *last_key, *last_factor;
     real last_number;
