@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def draw(folder: Path) -> Path | None:
         1, len(found), figsize=(3 + 3.6 * len(found), 4), dpi=110, layout="constrained", sharey=True, squeeze=False
     )
     for ax, kept in zip(axes[0], found, strict=True):
-        _draw_machine(ax, kept)
+        _draw_machine(ax, kept, mpl.colormaps["tab20"])  # more colors than there are peers
     axes[0, 0].set_ylabel("times as long as cattn")
     axes[0, 0].set_ylim(bottom=0)
     curves = {curve.get_label(): curve for ax in axes[0] for curve in ax.get_lines()[:-1]}
@@ -217,8 +218,8 @@ def draw(folder: Path) -> Path | None:
     return path
 
 
-def _draw_machine(ax: Any, kept: dict[str, Any]) -> None:
-    """Draw one curve for each peer, in the peer's own color, and a line at 1 at last."""
+def _draw_machine(ax: Any, kept: dict[str, Any], colors: Callable[[int], Any]) -> None:
+    """Draw one curve for each peer, in the peer's own color, and then a line at 1."""
     rows = [row for row in kept["rows"] if row["dtype"] == "float32" and row["shape"][3] == 64]
     rows = [row for row in rows if row.get("keys") is None]  # causal
     machine = kept["machine"]
@@ -231,5 +232,5 @@ def _draw_machine(ax: Any, kept: dict[str, Any]) -> None:
     for number, (name, peer) in enumerate(PEERS.items()):
         points = [(row["T"], row["ratios"][name]) for row in rows if name in row["ratios"]]
         if points:
-            ax.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=peer.title)
+            ax.plot(*zip(*points, strict=True), "o-", color=colors(number), label=peer.title)
     ax.axhline(1, color="0.3", linewidth=1)
