@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -356,7 +357,7 @@ def test_exercises_have_folded_solutions(path: Path) -> None:
 
 # ---- promises --------------------------------------------------------------------------------------------------------
 PROMISES = {name: promise for section in _promises.promises().values() for name, promise in section.items()}
-MARKED = _promises.marked_tests()
+marked_tests = functools.cache(_promises.marked_tests)  # it parses all tests
 
 
 def test_names_of_promises_are_unique() -> None:
@@ -364,7 +365,7 @@ def test_names_of_promises_are_unique() -> None:
 
 
 def test_no_marker_names_an_unknown_promise() -> None:
-    assert set(MARKED) <= set(PROMISES)
+    assert set(marked_tests()) <= set(PROMISES)
 
 
 @pytest.mark.parametrize("name", PROMISES)
@@ -372,7 +373,7 @@ def test_every_promise_is_checked(name: str) -> None:
     promise = PROMISES[name]
     assert promise.text.endswith(".")
     assert "|" not in promise.text
-    assert promise.tools or MARKED.get(name), f"no test is marked with promise({name!r})"
+    assert promise.tools or marked_tests().get(name), f"no test is marked with promise({name!r})"
     for tool in promise.tools:
         assert (ROOT / tool).exists(), f"{tool} does not exist"
 
