@@ -132,7 +132,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests marked `long`, and mark as `thorough` all but a few cases of each test function.
 
-    Benchmarks and the build are thorough as a whole. A random test runs in both forms: the quick form draws less.
+    Benchmarks and the build are thorough as a whole, and so are cases that the quick form does not have: those on a
+    slower table. A random test runs in both forms: the quick form draws less.
     """
     if not config.option.nightly:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
@@ -141,7 +142,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         draws_less = not is_quick(config) and hypothesis.is_hypothesis_test(getattr(item, "obj", None))
-        if given.get("share") == "others" or item.path.name in BESIDE or draws_less:
+        not_quick = given.get("share") == "others" or given.get("isa") == SLOWER
+        if not_quick or item.path.name in BESIDE or draws_less:
             item.add_marker(pytest.mark.thorough)
         else:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
