@@ -49,22 +49,24 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def processors(session: nox.Session) -> None:
-    """Run `pytest` as an x86-64 without AVX-512 sees it, then with OpenBLAS's oldest kernels; long: all tests.
+    """Run `pytest` without AVX-512 and with OpenBLAS's oldest kernels; long: all tests, with each of the two alone.
 
-    The short form leaves out the folders of tests that compare no numbers with other libraries, and the first run where
-    this processor has no AVX-512 itself, so that `pytest` has made it.
+    The short form has the tests that compare numbers with other libraries. Those that compare cattn with itself, which
+    has no BLAS, run on the table avx2 in `pytest -m ""`.
     """
     from cattn import _cattn
 
     if not any(table["name"] == "avx2" and table["usable"] for table in _cattn._isa_list()):
         session.skip("this processor has no AVX2")
     long, words = split(session)
-    of_peers = ["tests/api", "tests/classes", "tests/integrations", "tests/values"]
-    of_bits = ["tests/bits", "tests/equivalences", "tests/rowwise"]  # they compare cattn with itself
-    words += ["-m", ""] * long
-    if long or not _cattn._get_isa().startswith("avx2"):
-        session.run("tools/avx2", "pytest", *words, *([] if long else of_peers + of_bits), external=True)
-    session.run("pytest", *words, *([] if long else of_peers), env={"OPENBLAS_CORETYPE": "Prescott"})
+    old_blas = ["env", "OPENBLAS_CORETYPE=Prescott"]
+    if long:
+        session.run("tools/avx2", "pytest", "-m", "", *words, external=True)
+        session.run(*old_blas, "pytest", "-m", "", *words, external=True)
+    else:
+        of_peers = ["api/test_inputs.py", "api/test_testing.py", "classes", "integrations", "values"]
+        files = [f"tests/{name}" for name in of_peers]
+        session.run("tools/avx2", *old_blas, "pytest", *words, *files, external=True)
 
 
 @nox.session
