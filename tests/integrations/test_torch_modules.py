@@ -181,9 +181,21 @@ def made(name: str, dtype: Any, modules: dict[str, Module] = MODULES) -> Callabl
 
 @pytest.mark.promise("projections' bits")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:LSTM with projections is not supported")
-@looped("name, dtype", [(name, dtype) for name in MODULES for dtype in DTYPES], ids=str)
+@looped("name, dtype", [(name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(MODULES)], ids=str)
 def test_a_text_alone_has_the_bits_of_a_batch_in_every_module(name: str, dtype: Any) -> None:
     """Of 1 to 9 tokens; with gradients and without, which are two ways through PyTorch's layers."""
+    check_bits(name, dtype)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:LSTM with projections is not supported")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_text_alone_has_the_bits_of_a_batch_in_every_dtype(name: str, dtype: Any) -> None:
+    check_bits(name, dtype)
+
+
+def check_bits(name: str, dtype: Any) -> None:
     function = made(name, dtype)
     for length, gradients in ((1, False), (2, False), (9, False), (9, True)):
         texts = TEXTS[:, :length].to(dtype)
