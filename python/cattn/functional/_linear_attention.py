@@ -458,7 +458,9 @@ def causal_conv_backward(
         results[2] = grad.sum(axis=axes, dtype=np.float64)
     if state is not None:
         results[3] = sum_to(of_padded[..., : width - 1, :], arrays["state"].shape)
-    of_x, of_weight, of_bias, of_state = (None if x is None else x.astype(dtype, copy=False) for x in results)
+    # through the dtype of the computation, as everywhere: the result of halves is the one of float32, rounded
+    rounded = (None if x is None else x.astype(wide, copy=False).astype(dtype, copy=False) for x in results)
+    of_x, of_weight, of_bias, of_state = rounded
     assert of_x is not None
     assert of_weight is not None
     return of_x, of_weight, of_bias, of_state
