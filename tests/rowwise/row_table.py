@@ -1,7 +1,8 @@
 """Functions of rows of numbers: a row of TABLE says how one is called; each file of questions asks every row.
 
-A new function gets a row here, and all questions are asked: values, gradients, torch, empty arrays, promotion, tables,
-threads, rows alone, strides, halves, `out` that overlaps an input, the caller's floating-point mode and random calls.
+The arrays are those of csrc/call/functions.h. A new function gets a row here, and all questions are asked: values,
+gradients, torch, empty arrays, promotion, tables, threads, rows alone, strides, halves, `out` that overlaps an input,
+the caller's floating-point mode and random calls.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,61 +18,23 @@ from typing import Any
 import numpy as np
 
 import cattn
-from cattn import functional, reference
+from cattn import reference
+from support import find
+from support.rows import arrays_of, parameters_of
 
 Arrays = dict[str, Any]
-WIDTH = 12  # of the results of `linear`
+Bound = Callable[[Arrays, np.ndarray, float], Any]
+WIDTH, TAPS = 12, 4  # of the results of `linear`, and of a convolution
+EPS = 1e-3  # of both norms
+MASKS = ("mask", "where")
 
 
-def rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(shape)
-
-
-def column(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(shape[-1:])
-
-
-def matrix(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal((WIDTH, *shape[-1:]))
-
-
-def taps(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal((*shape[-1:], 4))
-
-
-def matrix_column(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(WIDTH)
-
-
-def projected(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal((*shape[:-1], WIDTH))
-
-
-def visible(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask that hides each fifth column, in which `with_hidden` has large scores, and others."""
-    mask = rng.random(shape) < 0.7
-    mask[..., 2::5] = False
-    return mask
-
-
-def with_hidden(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Scores of which each third row has a hidden one so large that "renormalize" computes the row again."""
-    scores = rng.standard_normal(shape)
-    if scores.ndim > 1:
-        scores[..., ::3, 2::5] = 2000
-    return scores
-
-
-def probabilities(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return cattn.softmax(rng.standard_normal(shape))
-
-
-def relative(ulps: int, tiny: float = 1e-37) -> Callable[[Arrays, np.ndarray, float], Any]:
+def relative(ulps: int, tiny: float = 1e-37) -> Bound:
     """Bound errors by units of each number. Weights that underflow have a few digits only."""
     return lambda arrays, right, eps: ulps * eps * np.abs(right) + tiny
 
 
-def absolute(ulps: int) -> Callable[[Arrays, np.ndarray, float], Any]:
+def absolute(ulps: int) -> Bound:
     """Bound errors by units of the largest number, and of 1."""
     return lambda arrays, right, eps: ulps * eps * (1 + np.abs(right).max(initial=0))
 
@@ -90,126 +54,135 @@ def of_products(arrays: Arrays, right: np.ndarray, eps: float) -> Any:
     return eps * terms * (1 + np.abs(right).max(initial=0))
 
 
-EPS = 1e-3  # of both norms
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Row:
-    """A function, and what the questions need of it."""
+    """A function, which the name begins with, and what the questions need of it."""
 
     name: str
-    call: Callable[..., Any]  # of the arrays by name, and of `out` if it has one
-    right: Callable[..., Any]  # the reference
-    takes: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]]
-    bound: Callable[[Arrays, np.ndarray, float], Any]
+    bound: Bound
+    given: tuple[str, ...] = ()  # the arrays that it gets although it may do without them
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # the value, or a function of the columns
     alone: bool = True  # whether a row alone has the bits of the first result among others
-    has_out: bool = True
     torch: Callable[[Any], Callable[..., Any]] | None = None  # given the module
-    of: str = ""  # the function whose gradient it is, for `grad_out` and by the other arrays in their order
+    of: str = ""  # the row whose gradient it is, for `grad_out` and by the other arrays in their order
 
     def __repr__(self) -> str:
         return self.name
 
+    @functools.cached_property
+    def function(self) -> str:
+        return re.findall(r"\w+", self.name)[0] + "_backward" * (", gradient" in self.name)
+
+    @functools.cached_property
+    def takes(self) -> dict[str, str]:
+        """The arrays that it gets, and their axes. Masks have the shape of the rows."""
+        rows, parameters = arrays_of(self.function), parameters_of(self.function)
+        required = {name for name in rows if parameters[name].default is inspect.Parameter.empty}
+        return {name: rows[name].axes if name in rows else "*"
+                for name in parameters if name in {*required, *self.given}}  # fmt: skip
+
+    @property
+    def has_out(self) -> bool:
+        return "out" in parameters_of(self.function)
+
     def arrays(self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float64) -> Arrays:
-        found = {name: make(rng, shape) for name, make in self.takes.items()}
-        return {name: a if a.dtype == bool else a.astype(dtype) for name, a in found.items()}
+        sizes = {"N": WIDTH, "K": TAPS}
+        sizes.pop(self.takes.get("x", "*")[-1], None)
+        found = {}
+        for name, axes in self.takes.items():
+            own = tuple(sizes.get(letter, shape[-1]) for letter in axes.replace("*", ""))
+            a = self._numbers(name, rng, (*shape[:-1], *(own or shape)[-1:]) if "*" in axes else own)
+            found[name] = a if a.dtype == bool else a.astype(dtype)
+        return found
+
+    def _numbers(self, name: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        if name in MASKS:  # hides each fifth column, and others
+            mask = rng.random(shape) < 0.7
+            mask[..., 2::5] = False
+            return mask
+        x = rng.standard_normal(shape)
+        if self.takes.keys() & {*MASKS} and x.ndim > 1:  # so large that "renormalize" computes the row again
+            x[..., ::3, 2::5] = 2000
+        return cattn.softmax(x) if name == "weights" else x
 
     def moving(self) -> list[str]:
         """Return the names of the arrays of numbers that have the shape of the rows."""
-        return [name for name, make in self.takes.items() if make in (rows, with_hidden, probabilities)]
+        return [name for name, axes in self.takes.items() if "*" in axes and axes[-1] != "N" and name not in MASKS]
 
-    def results(self, arrays: Arrays, **options: Any) -> list[np.ndarray]:
-        return as_list(self.call(**arrays, **options))
+    def columns(self) -> list[str]:
+        """Return the names of the arrays of one number a column."""
+        return [name for name, axes in self.takes.items() if len(axes) == 1 and axes not in "*N"]
+
+    def _with_options(self, function: Callable[..., Any], arrays: Arrays) -> Any:
+        n = np.shape(next(iter(arrays.values())))[-1]
+        return function(**arrays, **{name: x(n) if callable(x) else x for name, x in self.options.items()})
+
+    def call(self, **arrays: Any) -> Any:
+        return self._with_options(find(self.function), arrays)
+
+    def right(self, **arrays: Any) -> Any:
+        return self._with_options(getattr(reference, self.function), arrays)
+
+    def results(self, arrays: Arrays) -> list[np.ndarray]:
+        return as_list(self.call(**arrays))
 
 
 def as_list(results: Any) -> list[np.ndarray]:
     return [a for a in results if a is not None] if isinstance(results, tuple) else [results]
 
 
-CALLED = set[str]()  # the names of the functions in the table
-X = {"x": rows}
-SCORES = {"scores": with_hidden, "mask": visible}
-GRAD_X = {"grad_out": rows, "x": rows}
-CAUSAL: dict[str, Any] = {"is_causal": "lower_right"}
+def with_gradient(bound: Bound, row: Row) -> list[Row]:
+    """Return a row, and one for its gradient with this bound."""
+    return [row, dataclasses.replace(row, name=f"{row.name}, gradient", bound=bound, torch=None, of=row.name)]
 
 
-def _both(name: str, **options: Any) -> dict[str, Any]:
-    """Return the function of cattn and of its reference, with the same options."""
-    function = getattr(cattn, name, None) or getattr(functional, name)
-    CALLED.add(name)
-    return {"call": partial(function, **options), "right": partial(getattr(reference, name), **options)}
-
-
-def _rope(columns: int = 1, **options: Any) -> dict[str, Any]:
-    """Rotate all columns, or one part of so many; an odd number of them leaves one as it is."""
-    functions = _both("rope", **options)
-
-    def rotating(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x, **out: function(x, rotary_dim=np.shape(x)[-1] // columns // 2 * 2, **out)
-
-    return {name: rotating(function) for name, function in functions.items()}
-
-
-def _activation(name: str, of_torch: Callable[[Any], Callable[..., Any]], **options: Any) -> list[Row]:
-    title = " ".join([name, *options.values()])
-    return [
-        Row(title, **_both(name, **options), takes=X, bound=absolute(8), torch=of_torch),
-        Row(f"{title}, gradient", **_both(f"{name}_backward", **options), takes=GRAD_X, bound=absolute(8), of=title),
-    ]
-
+CAUSAL = {"is_causal": "lower_right"}
+SCALED = {"scale": -2.5}
+RENORMALIZED = {"method": "renormalize"}
+DROPPED: dict[str, Any] = {"p": 0.4, "rng": 77}
+PAIRS = {"rotary_dim": lambda n: n // 4 * 2, "interleaved": True, "inverse": True}  # of the first half of the columns
+W, WB = ("weight",), ("weight", "bias")
 
 TABLE: list[Row] = [
-    Row("softmax", **_both("softmax", scale=-2.5), takes=X, bound=relative(100),
-        torch=lambda torch: lambda x: torch.softmax(-2.5 * x, -1)),
-    Row("softmax of columns", **_both("softmax", axis=0), takes=X, bound=relative(100), alone=False),
-    Row("softmax of two axes", **_both("softmax", axis=(0, -1)), takes=X, bound=relative(100), alone=False),
-    Row("softmax where", **_both("softmax"), takes={"x": with_hidden, "where": visible}, bound=relative(100)),
-    Row("masked_softmax", **_both("masked_softmax"), takes=SCORES, bound=relative(100)),
-    Row("masked_softmax, renormalize", **_both("masked_softmax", method="renormalize"), takes=SCORES,
-        bound=relative(100)),
-    Row("masked_softmax, causal", **_both("masked_softmax", **CAUSAL), takes={"scores": rows},
-        bound=relative(100), alone=False),
-    Row("masked_softmax, causal, renormalize", **_both("masked_softmax", method="renormalize", **CAUSAL),
-        takes=SCORES, bound=relative(100), alone=False),
-    Row("masked_softmax of columns", **_both("masked_softmax", axis=-2, **CAUSAL), takes={"scores": rows},
-        bound=relative(100), alone=False),
-    Row("softmax, gradient", **_both("softmax_backward", scale=-2.5),
-        takes={"grad_out": rows, "weights": probabilities}, bound=absolute(8), of="softmax"),
-    Row("softmax of columns, gradient", **_both("softmax_backward", axis=0),
-        takes={"grad_out": rows, "weights": probabilities}, bound=absolute(64), alone=False),
-    Row("dropout", **_both("dropout", p=0.4, rng=77), takes=X, bound=relative(2), alone=False),
-    Row("dropout, gradient", **_both("dropout_backward", p=0.4, rng=77), takes={"grad_out": rows},
-        bound=relative(2), alone=False, of="dropout"),
-    Row("dropout, gradient by a mask", **_both("dropout_backward", p=0.4), takes={"grad_out": rows, "mask": visible},
-        bound=relative(2)),
-    Row("rms_norm", **_both("rms_norm", eps=EPS), takes={"x": rows, "weight": column}, bound=relative(16),
-        torch=lambda torch: lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)),
-    Row("rms_norm without a weight", **_both("rms_norm", eps=EPS), takes=X, bound=relative(16)),
-    Row("rms_norm, gradient", **_both("rms_norm_backward", eps=EPS),
-        takes={"grad_out": rows, "x": rows, "weight": column}, bound=of_terms, has_out=False, of="rms_norm"),
-    Row("rms_norm without a weight, gradient", **_both("rms_norm_backward", eps=EPS), takes=GRAD_X, bound=of_terms,
-        has_out=False, of="rms_norm without a weight"),
-    Row("layer_norm", **_both("layer_norm", eps=EPS), takes={"x": rows, "weight": column, "bias": column},
-        bound=of_terms,
-        torch=lambda torch: lambda x, weight, bias: torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, EPS)),
-    Row("layer_norm without a weight", **_both("layer_norm", eps=EPS), takes=X, bound=of_terms),
-    Row("layer_norm, gradient", **_both("layer_norm_backward", eps=EPS),
-        takes={"grad_out": rows, "x": rows, "weight": column}, bound=of_terms, has_out=False, of="layer_norm"),
-    Row("rope", **_rope(), takes=X, bound=absolute(64), alone=False),
-    Row("rope of pairs, inverse", **_rope(2, interleaved=True, inverse=True), takes=X, bound=absolute(64), alone=False),
-    Row("causal_conv", **_both("causal_conv", activation="silu"), takes={"x": rows, "weight": taps, "bias": column},
-        bound=absolute(32), alone=False),
-    Row("causal_conv, gradient", **_both("causal_conv_backward", activation="silu"),
-        takes={"grad_out": rows, "x": rows, "weight": taps, "bias": column}, bound=absolute(64), alone=False,
-        has_out=False, of="causal_conv"),
-    *_activation("gelu", lambda torch: torch.nn.functional.gelu),
-    *_activation("gelu", lambda torch: partial(torch.nn.functional.gelu, approximate="tanh"), approximate="tanh"),
-    *_activation("silu", lambda torch: torch.nn.functional.silu),
-    Row("linear", **_both("linear"), takes={"x": rows, "weight": matrix, "bias": matrix_column}, bound=of_products,
-        torch=lambda torch: torch.nn.functional.linear),
-    Row("linear, gradient", **_both("linear_backward"),
-        takes={"grad_out": projected, "x": rows, "weight": matrix}, bound=of_products, has_out=False, of="linear"),
+    *with_gradient(
+        absolute(8),
+        Row("softmax", relative(100), options=SCALED, torch=lambda torch: lambda x: torch.softmax(-2.5 * x, -1)),
+    ),
+    *with_gradient(absolute(64), Row("softmax of columns", relative(100), options={"axis": 0}, alone=False)),
+    Row("softmax of two axes", relative(100), options={"axis": (0, -1)}, alone=False),
+    Row("softmax where", relative(100), ("where",)),
+    Row("masked_softmax", relative(100), ("mask",)),
+    Row("masked_softmax, renormalize", relative(100), ("mask",), RENORMALIZED),
+    Row("masked_softmax, causal", relative(100), (), CAUSAL, alone=False),
+    Row("masked_softmax, causal, renormalize", relative(100), ("mask",), RENORMALIZED | CAUSAL, alone=False),
+    Row("masked_softmax of columns", relative(100), (), {"axis": -2} | CAUSAL, alone=False),
+    *with_gradient(relative(2), Row("dropout", relative(2), options=DROPPED, alone=False)),
+    Row("dropout, gradient by a mask", relative(2), ("mask",), {"p": 0.4}),
+    *with_gradient(
+        of_terms,
+        Row("rms_norm", relative(16), W, {"eps": EPS},
+            torch=lambda torch: lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)),
+    ),
+    *with_gradient(of_terms, Row("rms_norm without a weight", relative(16), (), {"eps": EPS})),
+    *with_gradient(
+        of_terms,
+        Row("layer_norm", of_terms, WB, {"eps": EPS},
+            torch=lambda torch: lambda x, *WB: torch.nn.functional.layer_norm(x, x.shape[-1:], *WB, EPS)),
+    ),
+    Row("layer_norm without a weight", of_terms, (), {"eps": EPS}),
+    Row("rope", absolute(64), (), {"rotary_dim": lambda n: n // 2 * 2}, alone=False),
+    Row("rope of pairs, inverse", absolute(64), (), PAIRS, alone=False),
+    *with_gradient(absolute(64), Row("causal_conv", absolute(32), WB, {"activation": "silu"}, alone=False)),
+    *with_gradient(absolute(8), Row("gelu", absolute(8), torch=lambda torch: torch.nn.functional.gelu)),
+    *with_gradient(
+        absolute(8),
+        Row("gelu tanh", absolute(8), (), {"approximate": "tanh"},
+            torch=lambda torch: partial(torch.nn.functional.gelu, approximate="tanh")),
+    ),
+    *with_gradient(absolute(8), Row("silu", absolute(8), torch=lambda torch: torch.nn.functional.silu)),
+    *with_gradient(of_products, Row("linear", of_products, WB, torch=lambda torch: torch.nn.functional.linear)),
 ]  # fmt: skip
+CALLED = {row.function for row in TABLE}
 BY_NAME = {row.name: row for row in TABLE}
 
 

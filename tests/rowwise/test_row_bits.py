@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from row_table import CALLED, TABLE, WIDTH, Arrays, Row, as_list, column, each_row
+from row_table import CALLED, TABLE, WIDTH, Arrays, Row, as_list, each_row
 
 import cattn
 from cattn import functional
@@ -169,8 +169,7 @@ def test_out_may_overlap_each_input(isa: str, row: Row, rng: np.random.Generator
         for step, shift in ((1, 0), (1, 1), (1, 5), (1, -3), (-1, 0), (-1, 5), (1, WIDTH)):
             memory = rng.standard_normal(400)
             x = memory[100:244].reshape(WIDTH, WIDTH)
-            columns = [key for key, make in row.takes.items() if make is column]
-            overlapping = dict(zip(columns, (memory[94:106], memory[240:252]), strict=False))
+            overlapping = dict(zip(row.columns(), (memory[94:106], memory[240:252]), strict=False))
             given = arrays | overlapping | {name: x}
             x[...] = arrays[name]
             right = row.results({key: a.copy() for key, a in given.items()})
