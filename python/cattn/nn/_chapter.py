@@ -6,6 +6,7 @@ are plain arrays. Random numbers come from the generator of `manual_seed`, in th
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from .._input.checks import as_dtype, as_flag, as_head_counts, as_size
 from .._input.names import with_hints
 from .._input.types import RNG, Window
 from ..functional._layers import linear_backward
+from ..functional._options import documented
 from ..random import as_generator
 from ._attention import Causal, SelfAttention
 from ._layers import Dropout, Linear, draw_uniform, project, show_dtype
@@ -124,17 +126,14 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
         return f"SelfAttention_v1({self.d_in}, {self.d_out}{show_dtype(self.dtype)})"
 
 
+@functools.partial(documented, like=SelfAttention_v1)
 class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's name
     """Self-attention with three `Linear` layers.
 
     Parameters
     ----------
-    d_in, d_out : int
-        Length of a token and of a context vector.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype : dtype
-        float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Source of the weights. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
@@ -179,24 +178,19 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
         return f"SelfAttention_v2({self.d_in}, {self.d_out}{bias}{show_dtype(self.dtype)})"
 
 
+@functools.partial(documented, like=SelfAttention_v2)
 class CausalAttention(_Projections, Causal):
     """One head of causal attention, with dropout on the weights.
 
     Parameters
     ----------
-    d_in, d_out : int
-        Length of a token and of a context vector.
     context_length : int
         Maximum number of tokens of a sequence. It is only a limit: no mask of this size is stored.
     dropout : float
         Probability of dropping an attention weight in training mode.
-    qkv_bias : bool
-        Whether the three layers have biases.
     window_size : (int, int)
         (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
         effect; see `sliding_window`.
-    dtype : dtype
-        float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
@@ -251,6 +245,7 @@ class CausalAttention(_Projections, Causal):
         return self._show("CausalAttention", self)
 
 
+@functools.partial(documented, like=CausalAttention)
 class MultiHeadAttentionWrapper(Causal):
     """Several `CausalAttention` heads, whose context vectors are concatenated.
 
@@ -258,21 +253,10 @@ class MultiHeadAttentionWrapper(Causal):
     ----------
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
-    context_length : int
-        Maximum number of tokens of a sequence. It is only a limit: no mask of this size is stored.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads. A ``cache`` needs as many heads, of head_dim ``d_out``.
     qkv_bias : bool
         Whether the layers of the heads have biases.
-    window_size : (int, int)
-        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
-        effect; see `sliding_window`.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -336,6 +320,7 @@ class MultiHeadAttentionWrapper(Causal):
         return self._show("MultiHeadAttentionWrapper", self.heads[0], f"num_heads={self.num_heads}, ")
 
 
+@functools.partial(documented, like=CausalAttention)
 class MultiHeadAttention(_Projections, Causal):
     """Causal attention with several heads in one set of projections, and an output projection.
 
@@ -343,10 +328,6 @@ class MultiHeadAttention(_Projections, Causal):
     ----------
     d_in, d_out : int
         Length of a token and of a context vector. d_out is a multiple of num_heads.
-    context_length : int
-        Maximum number of tokens of a sequence. It is only a limit: no mask of this size is stored.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
     qkv_bias : bool
@@ -355,13 +336,6 @@ class MultiHeadAttention(_Projections, Causal):
         Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
     out_bias : bool
         Whether out_proj has a bias.
-    window_size : (int, int)
-        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
-        effect; see `sliding_window`.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
