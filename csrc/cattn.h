@@ -450,6 +450,7 @@ void cattn_clear_activation(struct cattn_activation_params *params);
 void cattn_clear_linear_attention(struct cattn_linear_attention_params *params);
 void cattn_clear_conv(struct cattn_conv_params *params);
 void cattn_clear_linear_attention_backward(struct cattn_linear_attention_backward_params *params);
+void cattn_clear_product(struct cattn_product_params *params);
 
 /* All of `spec` but the seed or the generator, for a dropout with probability p, 0 <= p <= 1. */
 void cattn_set_dropout(struct cattn_dropout_spec *spec, double p);

@@ -76,7 +76,7 @@ ONES = np.ones((2, 3), np.float32)
 # Functions that take their arguments by position only, and have no name of their own.
 IN_ORDER: dict[str, tuple[Any, dict[str, Any]]] = {
     "linear_attention_backward": (
-        _cattn.linear_attention_backward,
+        _cattn._linear_gradients,
         dict.fromkeys(("grad_out", "grad_state", "query", "key", "value"), ONES)
         | dict.fromkeys(("decay", "beta", "state", "scale", "seq_lengths", "cu_seqlens", "layout")),
     ),

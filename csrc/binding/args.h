@@ -222,6 +222,7 @@ struct cattn_output_spec {
     int n_inputs;
     PyArrayObject *in_place; /* the input of this shape and type that may be overwritten, if the strides are the same;
                                 or NULL */
+    bool even_rows;          /* all axes but the last one must be one axis of rows */
 };
 /* given: None or NULL allocates. */
 bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,

@@ -110,8 +110,8 @@ __attribute__((noinline)) static bool weights_out(struct cattn_call *call, PyObj
         return true;
     int64_t dims[NPY_MAXDIMS];
     memcpy(dims, call->shape.dims, (size_t)call->shape.nd * sizeof *dims);
-    const struct cattn_output_spec spec = {
-        "out", call->half_type, call->shape.nd, dims, call->inputs, N_ATTENTION_OPERANDS, NULL};
+    const struct cattn_output_spec spec = {"out",        call->half_type,      call->shape.nd, dims,
+                                           call->inputs, N_ATTENTION_OPERANDS, NULL,           false};
     return cattn_arg_output(call->state, out, &spec, &call->outputs[OUT]);
 }
 

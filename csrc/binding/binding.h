@@ -34,7 +34,6 @@
     E(varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                                                        \
     E(explain, ATTENTION_ARGUMENTS)                                                                                    \
     E(causal_mask, CAUSAL_MASK_ARGUMENTS)                                                                              \
-    E(linear, LINEAR_ARGUMENTS)                                                                                        \
     FUNCTIONS(E)
 
 #define ENTRY_POINT_INDEX(name, ...) ENTRY_##name,
@@ -134,7 +133,9 @@ ENTRY_POINTS(ENTRY_POINT_BODY)
 /* The `_cattn._name` functions: a row of the method table each. */
 typedef PyObject *cattn_method(PyObject *module, PyObject *argument);
 typedef PyObject *cattn_fast_method(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-cattn_fast_method cattn_py_product, cattn_py_linear_attention_backward, cattn_py_store, cattn_py_tensor_of_array;
+#define PRIVATE_METHOD(name, ...) cattn_fast_method cattn_py_##name;
+PRIVATE_FUNCTIONS(PRIVATE_METHOD)
+cattn_fast_method cattn_py_store, cattn_py_tensor_of_array;
 cattn_method cattn_py_array_of_tensor, cattn_py_are_scales, cattn_py_default_scale, cattn_py_probability,
     cattn_py_shown, cattn_py_in_default_mode, cattn_py_get_num_threads, cattn_py_set_num_threads,
     cattn_py_override_num_threads, cattn_py_isa_list, cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path,

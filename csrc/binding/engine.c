@@ -58,11 +58,14 @@ static enum cattn_relation relation_of(const struct cattn_argument *row, const c
 }
 
 /* Whether the engine reads arrays of this kind. */
-static bool is_taken(int kind) { return kind == STORED || kind == COMPUTED || kind == PROMOTED || kind == BOOLS; }
+static bool is_taken(int kind) {
+    return kind == STORED || kind == COMPUTED || kind == PROMOTED || kind == BOOLS || kind == FACTOR || kind == WEIGHT;
+}
 
-/* Whether it reads numbers of this kind into the params, bools and doubles. */
+/* Whether it reads numbers of this kind into the params: bools, doubles and an enum. */
 static bool is_parsed(int kind) {
-    return kind == FLAG || kind == REAL || kind == BOUND || kind == PROBABILITY || kind == NOT_NEGATIVE || kind == BASE;
+    return kind == FLAG || kind == REAL || kind == BOUND || kind == PROBABILITY || kind == NOT_NEGATIVE ||
+           kind == BASE || kind == PRODUCTS;
 }
 
 /* The slot of an argument, or -1 for "NO_MAIN" and "ALWAYS"; -2: there is no such argument. */
@@ -79,6 +82,31 @@ static bool append(struct cattn_slot *slots, int *n, int most, const struct catt
         return false;
     slots[(*n)++] = *slot;
     return true;
+}
+
+static bool counts(const struct cattn_argument *row) {
+    return row->role == ARRAY_ROLE &&
+           (row->kind == STORED || row->kind == PROMOTED || row->kind == FACTOR || row->kind == WEIGHT);
+}
+
+/* Appends an item to a list in an error: ", " stands before it, `last` before the last one. */
+static void add_item(char *text, size_t size, const char *last, bool is_last, const char *quote, int n,
+                     const char *item) {
+    const size_t used = strlen(text);
+    const char *before = used == 0 ? "" : is_last ? last : ", ";
+    PyOS_snprintf(text + used, size - used, "%s%s%.*s%s", before, quote, n, item, quote);
+}
+
+static void name_counted(struct cattn_function *function) {
+    int left = 0;
+    function->counted[0] = '\0';
+    for (int slot = 0; slot < function->n_arguments; slot++)
+        left += counts(&function->arguments[slot]);
+    for (int slot = 0; slot < function->n_arguments; slot++) {
+        const char *name = function->arguments[slot].name;
+        if (counts(&function->arguments[slot]))
+            add_item(function->counted, sizeof function->counted, " and ", --left == 0, "", (int)strlen(name), name);
+    }
 }
 
 static bool prepare(struct cattn_function *function) {
@@ -107,6 +135,7 @@ static bool prepare(struct cattn_function *function) {
         else if (row->role == NUMBER_ROLE && (row->kind == AXIS || row->kind == AXES))
             function->axis = i;
     }
+    name_counted(function);
     return fits || cattn_raise(PyExc_SystemError, "the row of %s and its table do not fit", function->name);
 }
 
@@ -119,80 +148,82 @@ bool cattn_prepare_functions(void) {
 
 /* ---- take ---- */
 
+bool cattn_append_array(struct cattn_function_call *call, const struct cattn_slot *slot, PyArrayObject *array) {
+    if (array == NULL)
+        return false;
+    call->slots[call->n_arrays] = slot;
+    call->types[call->n_arrays] = PyArray_TYPE(array);
+    call->arrays[call->n_arrays++] = array;
+    return true;
+}
+
 static bool take_arrays(struct cattn_function_call *call) {
     const struct cattn_function *function = call->function;
     for (int i = 0; i < function->n_arrays; i++) {
         const struct cattn_slot *slot = &function->arrays[i];
+        const struct cattn_argument *row = slot->row;
         PyObject *object = call->args[slot->slot];
-        if (slot->row->need == OPTIONAL && object == Py_None)
+        if (row->need == OPTIONAL && object == Py_None)
             continue;
-        PyArrayObject *array = slot->row->kind == BOOLS ? cattn_arg_bools(call->state, object, slot->row->name)
-                                                        : cattn_arg_floats(call->state, object, slot->row->name);
-        if (array == NULL)
+        if (row->kind == WEIGHT
+                ? !function->take(call, slot)
+                : !cattn_append_array(call, slot,
+                                      row->kind == BOOLS ? cattn_arg_bools(call->state, object, row->name)
+                                                         : cattn_arg_floats(call->state, object, row->name)))
             return false;
-        call->slots[call->n_arrays] = slot;
-        call->arrays[call->n_arrays++] = array;
     }
     return true;
 }
 
 /* ---- promote ---- */
 
-static bool counts(const struct cattn_argument *row) {
-    return row->role == ARRAY_ROLE && (row->kind == STORED || row->kind == PROMOTED);
-}
+/* Whether it is the type of a quantized weight. */
+static bool is_quantized(int type) { return type == NPY_BYTE || type == NPY_UBYTE; }
 
-/* Appends an item to a list in an error: ", " stands before it, `last` before the last one. */
-static void add_item(char *text, size_t size, const char *last, bool is_last, const char *quote, int n,
-                     const char *item) {
-    const size_t used = strlen(text);
-    const char *before = used == 0 ? "" : is_last ? last : ", ";
-    PyOS_snprintf(text + used, size - used, "%s%s%.*s%s", before, quote, n, item, quote);
-}
-
-/* The names of the arrays that count, as "x, weight and bias". */
-static void name_counted(const struct cattn_function *function, char *text, size_t size) {
-    int left = 0;
-    text[0] = '\0';
-    for (int slot = 0; slot < function->n_arguments; slot++)
-        left += counts(&function->arguments[slot]);
-    for (int slot = 0; slot < function->n_arguments; slot++) {
-        const char *name = function->arguments[slot].name;
-        if (counts(&function->arguments[slot]))
-            add_item(text, size, " and ", --left == 0, "", (int)strlen(name), name);
+/* The type of a result, or to which an array of type `own` is converted. */
+static int type_of(const struct cattn_function_call *call, const struct cattn_argument *row, int own) {
+    const int compute_type = cattn_arg_compute_type(call->type);
+    switch (row->kind) {
+    case STORED:
+        return call->type;
+    case BOOLS:
+        return NPY_BOOL;
+    case SCALES:
+        return own;
+    case FACTOR:
+    case WEIGHT:
+        return compute_type == NPY_DOUBLE && !is_quantized(own) ? compute_type : own;
+    default:
+        return compute_type;
     }
-}
-
-static int type_of(const struct cattn_function_call *call, const struct cattn_argument *row) {
-    return row->kind == STORED ? call->type : row->kind == BOOLS ? NPY_BOOL : cattn_arg_compute_type(call->type);
 }
 
 /* Converts arrays of several types, or of halves. */
 static __attribute__((noinline)) bool convert(struct cattn_function_call *call) {
     PyArrayObject *counted[CATTN_MOST_ARRAYS];
-    char names[256];
     for (int i = 0; i < call->n_arrays; i++)
-        counted[i] = counts(call->slots[i]->row) ? call->arrays[i] : NULL;
-    name_counted(call->function, names, sizeof names);
-    call->type = cattn_arg_common_type(call->state, counted, call->n_arrays, names);
+        counted[i] = counts(call->slots[i]->row) && !is_quantized(call->types[i]) ? call->arrays[i] : NULL;
+    call->type = cattn_arg_common_type(call->state, counted, call->n_arrays, call->function->counted);
     if (call->type < 0)
         return false;
     if (call->function->widens && cattn_arg_storage(call->type) != CATTN_STORED_PLAIN) {
         call->half_type = call->type;
         call->type = NPY_FLOAT;
     }
-    for (int i = 0; i < call->n_arrays; i++)
-        if (call->slots[i]->row->kind != BOOLS &&
-            !cattn_arg_widen(call->state, &call->arrays[i], type_of(call, call->slots[i]->row)))
+    for (int i = 0; i < call->n_arrays; i++) {
+        const int own = call->types[i];
+        call->types[i] = type_of(call, call->slots[i]->row, own);
+        if (call->types[i] != own && !cattn_arg_widen(call->state, &call->arrays[i], call->types[i]))
             return false;
+    }
     return true;
 }
 
 static bool promote(struct cattn_function_call *call) {
-    call->type = PyArray_TYPE(call->arrays[0]);
+    call->type = call->types[0];
     bool alike = call->type == NPY_FLOAT || call->type == NPY_DOUBLE;
     for (int i = 1; i < call->n_arrays; i++)
-        alike = alike && (PyArray_TYPE(call->arrays[i]) == call->type || call->slots[i]->row->kind == BOOLS);
+        alike = alike && (call->types[i] == call->type || call->slots[i]->row->kind == BOOLS);
     return alike || convert(call);
 }
 
@@ -229,11 +260,11 @@ static bool freeze(struct cattn_function_call *call) {
     const struct cattn_function *function = call->function;
     struct cattn_array *main = NULL;
     for (int i = 0; i < call->n_arrays; i++) {
-        const struct cattn_argument *row = call->slots[i]->row;
+        const char *name = call->slots[i]->row->name;
         /* Python code may have run since an array was taken, if there are several */
-        if (call->n_arrays > 1 && !cattn_arg_unchanged(call->arrays[i], type_of(call, row), row->name))
+        if (call->n_arrays > 1 && !cattn_arg_unchanged(call->arrays[i], call->types[i], name))
             return false;
-        cattn_freeze(call->arrays[i], row->name, &call->frozen[i]);
+        cattn_freeze(call->arrays[i], name, &call->frozen[i]);
         if (call->slots[i]->slot == function->main)
             main = &call->frozen[i];
     }
@@ -316,6 +347,8 @@ static bool take_number(const struct cattn_function_call *call, const struct cat
         *(bool *)place = object == Py_True;
         return object == Py_True || object == Py_False || cattn_arg_bool(object, row->name, place);
     }
+    if (row->kind == PRODUCTS)
+        return cattn_arg_compute_dtype(object, place);
     double *number = place;
     if (!cattn_arg_real(object, row->name, number))
         return false;
@@ -356,7 +389,7 @@ static bool make_result(struct cattn_function_call *call, const struct cattn_slo
     const bool is_column = slot->relation == CATTN_COLUMN;
     struct cattn_array frozen;
     struct cattn_output_spec spec = {.name = row->name,
-                                     .type = type_of(call, row),
+                                     .type = type_of(call, row, call->type),
                                      .nd = is_column ? 1 : call->own_nd,
                                      .dims = is_column ? &main->dims[main->nd - 1] : main->dims,
                                      .inputs = call->arrays,
@@ -513,3 +546,13 @@ PyObject *cattn_run_function(struct binding_state *state, PyObject *const *args,
         return cattn_run_function(state, args, &cattn_functions[FUNCTION_##name]);                                     \
     }
 FUNCTIONS(BODY)
+
+/* The private ones take all arguments by position. */
+#define PRIVATE_BODY(of, ...)                                                                                          \
+    PyObject *cattn_py_##of(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {                              \
+        const struct cattn_function *function = &cattn_functions[FUNCTION_##of];                                       \
+        if (!cattn_error_count("_" #of, n_args, function->n_arguments) || !cattn_ready(cattn_state(module)))           \
+            return NULL;                                                                                               \
+        return cattn_run_function(cattn_state(module), args, function);                                                \
+    }
+PRIVATE_FUNCTIONS(PRIVATE_BODY)

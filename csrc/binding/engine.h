@@ -42,6 +42,7 @@ struct cattn_function_call {
     /* the arrays that are given, in the order of their slots */
     const struct cattn_slot *slots[CATTN_MOST_ARRAYS];
     PyArrayObject *arrays[CATTN_MOST_ARRAYS]; /* owned */
+    int types[CATTN_MOST_ARRAYS];             /* NumPy's type numbers of them */
     struct cattn_array *frozen;
     struct cattn_output results[CATTN_MOST_RESULTS];
     struct cattn_draw *draw; /* NULL: nothing is drawn */
@@ -57,6 +58,8 @@ struct cattn_function {
     int n_arguments, n_returned;
     struct cattn_places places;
     void (*clear)(void *params);
+    /* Takes an array of the kind WEIGHT; or NULL if there is none. */
+    bool (*take)(struct cattn_function_call *call, const struct cattn_slot *slot);
     /* Reads what the engine does not, when all arrays are frozen and the params have their sizes; or NULL. */
     bool (*settle)(struct cattn_function_call *call);
     /* Makes the results whose shape does not follow from the main array; or NULL if there are none. */
@@ -72,6 +75,7 @@ struct cattn_function {
     int least_axes; /* of the main array */
     int axis;       /* its slot, or -1 */
     int n_arrays, n_numbers, n_results;
+    char counted[64]; /* the names of the arrays that count where NumPy promotes, as "x, weight and bias" */
     struct cattn_slot arrays[CATTN_MOST_ARRAYS], numbers[CATTN_MOST_ARRAYS], results[CATTN_MOST_RESULTS];
 };
 /* Comes before the first call. */
@@ -82,6 +86,8 @@ extern struct cattn_function cattn_functions[N_FUNCTIONS];
 
 /* ---- for the functions' own code ---- */
 
+/* Appends an array, a new reference, to those of the call. False for NULL, with an exception. */
+bool cattn_append_array(struct cattn_function_call *call, const struct cattn_slot *slot, PyArrayObject *array);
 /* A frozen array; NULL if it is not given. */
 struct cattn_array *cattn_frozen(const struct cattn_function_call *call, int slot);
 /* Computes, with the GIL if there is little work. */
@@ -103,6 +109,12 @@ bool cattn_settle_rope(struct cattn_function_call *call);
 bool cattn_settle_masked_softmax(struct cattn_function_call *call);
 bool cattn_settle_dropout(struct cattn_function_call *call);
 bool cattn_run_dropout(struct cattn_function_call *call);
+bool cattn_take_weight(struct cattn_function_call *call, const struct cattn_slot *slot);
+bool cattn_settle_linear(struct cattn_function_call *call);
+bool cattn_make_linear(struct cattn_function_call *call);
+bool cattn_settle_product(struct cattn_function_call *call);
+bool cattn_make_product(struct cattn_function_call *call);
+double cattn_work_of_product(const void *params);
 bool cattn_settle_conv(struct cattn_function_call *call);
 bool cattn_make_conv(struct cattn_function_call *call);
 double cattn_work_of_conv(const void *params);

@@ -297,7 +297,7 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
                                             .query_lengths = Py_None,
                                             .key_lengths = Py_None,
                                             .first_keys = Py_None};
-    const struct cattn_output_spec spec = {"the mask", NPY_BOOL, 2, dims, NULL, 0, NULL};
+    const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
     if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
         goto done;
     params.mask = (uint8_t *)PyArray_BYTES(output.array);

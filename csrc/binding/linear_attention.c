@@ -142,12 +142,3 @@ bool cattn_make_linear_gradients(struct cattn_function_call *call) {
 double cattn_work_of_linear_gradients(const void *params) {
     return cattn_work_of_linear_attention(&((const struct cattn_linear_attention_backward_params *)params)->forward);
 }
-
-/* linear_attention_backward(grad_out, grad_state, query, key, value, decay, beta, state, scale, seq_lengths,
- * cu_seqlens, layout): the six gradients or None, in the dtype of the computation. */
-PyObject *cattn_py_linear_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    struct binding_state *state = cattn_state(module);
-    if (!cattn_error_count("linear_attention_backward", n_args, N_LINEAR_GRADIENTS_ARGS) || !cattn_ready(state))
-        return NULL;
-    return cattn_run_function(state, args, &cattn_functions[FUNCTION_linear_gradients]);
-}

@@ -154,6 +154,7 @@ static PyObject *xla_is_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(u
 
 /* ---- the definition ---- */
 
+#define PRIVATE_ENTRY(name, ...) CATTN_FASTCALL("_" #name, cattn_py_##name),
 static PyMethodDef methods[] = {
     {"_register", cattn_py_register, METH_VARARGS, NULL},
     {"_arguments", cattn_py_arguments, METH_O, NULL},
@@ -161,8 +162,6 @@ static PyMethodDef methods[] = {
     {"_operands", cattn_py_operands, METH_NOARGS, NULL},
     {"_numbers", cattn_py_numbers, METH_NOARGS, NULL},
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},
-    CATTN_FASTCALL("_product", cattn_py_product),
-    CATTN_FASTCALL("linear_attention_backward", cattn_py_linear_attention_backward),
     CATTN_FASTCALL("_store", cattn_py_store),
     CATTN_FASTCALL("_tensor_of_array", cattn_py_tensor_of_array),
     {"_array_of_tensor", cattn_py_array_of_tensor, METH_O, NULL},
@@ -186,7 +185,7 @@ static PyMethodDef methods[] = {
     {"_xla_targets", xla_targets, METH_NOARGS, NULL},
     {"_xla_operands", xla_operands, METH_NOARGS, NULL},
     {"_xla_is_known", xla_is_known, METH_NOARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    PRIVATE_FUNCTIONS(PRIVATE_ENTRY){NULL, NULL, 0, NULL},
 };
 
 /* The stable ABI of 3.11 has no name for the later slots: they exist only in builds for one Python. Without a GIL the

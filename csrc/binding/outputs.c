@@ -136,7 +136,10 @@ static bool same_layout(PyArrayObject *a, PyArrayObject *b) {
 }
 
 static int needs_temporary(struct binding_state *state, PyArrayObject *array, const struct cattn_output_spec *spec) {
-    if (!whole_strides(array, type_size(spec->type)))
+    struct cattn_array frozen;
+    int64_t row;
+    cattn_freeze(array, spec->name, &frozen);
+    if (!whole_strides(array, type_size(spec->type)) || (spec->even_rows && !cattn_rows_are_even(&frozen, &row)))
         return 1;
     const struct extent extent = extent_of(array);
     for (int i = 0; i < spec->n_inputs; i++) {

@@ -109,6 +109,24 @@ void cattn_view_rows(struct cattn_tensor *tensor, const struct cattn_array *arra
             tensor->batch[batch++] = stride_of(array, axis - missing);
 }
 
+bool cattn_rows_are_even(const struct cattn_array *array, int64_t *row) {
+    int64_t length = 0; /* of the axes so far, in bytes */
+    bool first = true;
+    *row = 0;
+    for (int axis = array->nd - 2; axis >= 0; axis--) {
+        const int64_t n = array->dims[axis], stride = array->strides[axis];
+        if (n == 1)
+            continue;
+        if (first)
+            *row = stride / array->size;
+        else if (stride != length)
+            return false;
+        first = false;
+        length = stride * n;
+    }
+    return true;
+}
+
 /* ---- arrays of functions ---- */
 
 bool cattn_check_main(const struct cattn_door *door, const struct cattn_argument *row, struct cattn_array *array) {

@@ -89,6 +89,9 @@ void cattn_view(struct cattn_tensor *tensor, const struct cattn_array *array, in
 /* A view of an array that broadcasts to nd dimensions: `col_axis` becomes col, all others are batch axes. nd >= 1. */
 void cattn_view_rows(struct cattn_tensor *tensor, const struct cattn_array *array, int nd, int col_axis);
 
+/* Whether all axes but the last one are one axis of rows. Sets its stride in elements, 0 for one row. */
+bool cattn_rows_are_even(const struct cattn_array *array, int64_t *row);
+
 /* ---- sizes ---- */
 
 enum cattn_grouping { CATTN_GROUPS_INFERRED, CATTN_GROUPS_FORBIDDEN, CATTN_GROUPS_FORCED };

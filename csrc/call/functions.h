@@ -24,7 +24,8 @@
 #define ARRAY_KINDS(K)                                                                                                 \
     K(BOOLS)     /* bool */                                                                                            \
     K(PROMOTED)  /* as COMPUTED, and counts where NumPy promotes the STORED arrays */                                  \
-    K(FACTOR)    /* counts, too, and keeps its own storage; a weight may be quantized */                               \
+    K(FACTOR)    /* counts, too, and keeps its own storage */                                                          \
+    K(WEIGHT)    /* a FACTOR, or a cattn.Quantized, which does not count */                                            \
     K(POSITIONS) /* float64 */                                                                                         \
     K(EDGES)     /* int64: the first rows of packed sequences, and the end of the last one */
 #define SETTING_KINDS(K)                                                                                               \
@@ -161,10 +162,18 @@ struct cattn_places {
     SILU_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)
 #define LINEAR_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                                   \
     ARRAY(x, "*K", FACTOR, EXACTLY, REQUIRED, NOWHERE)                                                                 \
-    ARRAY(weight, "NK", FACTOR, EXACTLY, REQUIRED, NOWHERE)                                                            \
+    ARRAY(weight, "NK", WEIGHT, EXACTLY, REQUIRED, NOWHERE)                                                            \
     ARRAY(bias, "N", PROMOTED, EXACTLY, OPTIONAL, NOWHERE)                                                             \
-    NUMBER(compute_dtype, PRODUCTS, NOWHERE)                                                                           \
+    NUMBER(compute_dtype, PRODUCTS, IN(product, bf16_products))                                                        \
     RESULT(out, "*N", STORED, APART, NOWHERE)
+/* Private: a @ b.mT, of matrices or of batches of them. In a gradient the products are of float32 whatever
+ * compute_dtype is, but b is a factor of the forward pass and is rounded as it was there. */
+#define PRODUCT_ARGUMENTS(ARRAY, NUMBER, WORD, WISH, RESULT, RETURNS)                                                  \
+    ARRAY(a, "*TK", FACTOR, EXACTLY, REQUIRED, NOWHERE)                                                                \
+    ARRAY(b, "*NK", FACTOR, EXACTLY, REQUIRED, NOWHERE)                                                                \
+    NUMBER(compute_dtype, PRODUCTS, IN(product, bf16_products))                                                        \
+    NUMBER(is_gradient, FLAG, NOWHERE)                                                                                 \
+    RETURNS(out, "*TN", STORED, ALWAYS, NOWHERE)
 #define LINEAR_INPUTS(ARRAY, NUMBER)                                                                                   \
     ARRAY(query, "*NTH", STORED, EXACTLY, REQUIRED, NOWHERE)                                                           \
     ARRAY(key, "*KTH", STORED, EXACTLY, REQUIRED, NOWHERE)                                                             \
@@ -213,6 +222,7 @@ struct cattn_places {
 #define CAUSAL_MASK_SLOT(...) SLOT_NAMED(CAUSAL_MASK, __VA_ARGS__, )
 #define ROPE_SLOT(...) SLOT_NAMED(ROPE, __VA_ARGS__, )
 #define LINEAR_SLOT(...) SLOT_NAMED(LINEAR, __VA_ARGS__, )
+#define PRODUCT_SLOT(...) SLOT_NAMED(PRODUCT, __VA_ARGS__, )
 #define LINEAR_ATTENTION_SLOT(...) SLOT_NAMED(LINEAR_ATTENTION, __VA_ARGS__, )
 #define LINEAR_GRADIENTS_SLOT(...) SLOT_NAMED(LINEAR_GRADIENTS, __VA_ARGS__, )
 #define CAUSAL_CONV_SLOT(...) SLOT_NAMED(CAUSAL_CONV, __VA_ARGS__, )
@@ -226,6 +236,7 @@ SLOTS(DROPOUT)
 SLOTS(CAUSAL_MASK)
 SLOTS(ROPE)
 SLOTS(LINEAR)
+SLOTS(PRODUCT)
 SLOTS(LINEAR_ATTENTION)
 SLOTS(LINEAR_GRADIENTS)
 SLOTS(CAUSAL_CONV)
@@ -292,6 +303,12 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
 #define NORM_BACKWARD_PLACES ROWS(norm_backward, NOWHERE, NOWHERE)
 #define ACTIVATION_PLACES ROWS(activation, IN(activation, storage), NOWHERE)
 #define SOFTMAX_PLACES ROWS(softmax, IN(softmax, storage), IN(softmax, out_is_new))
+#define PRODUCT_PLACES                                                                                                 \
+    {.dtype = IN(product, dtype),                                                                                      \
+     .storage = IN(product, out_storage),                                                                              \
+     .num_threads = IN(product, num_threads),                                                                          \
+     .poll = IN(product, poll),                                                                                        \
+     .is_new = NOWHERE}
 #define LINEAR_GRADIENTS_PLACES                                                                                        \
     {.dtype = IN(linear_attention_backward, forward.dtype),                                                            \
      .storage = IN(linear_attention_backward, forward.storage),                                                        \
@@ -319,6 +336,9 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
     F(silu, SILU_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU, .places = ACTIVATION_PLACES)         \
     F(silu_backward, SILU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU,                    \
       .places = ACTIVATION_PLACES)                                                                                     \
+    F(linear, LINEAR_ARGUMENTS, NO_MAIN, product, cattn_product, p->n_batch = 1, .places = PRODUCT_PLACES,             \
+      .take = cattn_take_weight, .settle = cattn_settle_linear, .make = cattn_make_linear,                             \
+      .work = cattn_work_of_product)                                                                                   \
     F(rope, ROPE_ARGUMENTS, x, rope, cattn_rope, (void)p, .places = TOKENS(rope, n_cols), .settle = cattn_settle_rope) \
     F(causal_conv, CAUSAL_CONV_ARGUMENTS, x, conv, cattn_causal_conv, (void)p, .places = TOKENS(conv, n_channels),     \
       .settle = cattn_settle_conv, .make = cattn_make_conv, .work = cattn_work_of_conv, .build = cattn_build_conv)     \
@@ -328,6 +348,8 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
       .build = cattn_build_linear_attention)
 /* Functions for Python code of the package alone. */
 #define PRIVATE_FUNCTIONS(F)                                                                                           \
+    F(product, PRODUCT_ARGUMENTS, NO_MAIN, product, cattn_product, (void)p, .places = PRODUCT_PLACES,                  \
+      .settle = cattn_settle_product, .make = cattn_make_product, .work = cattn_work_of_product)                       \
     F(linear_gradients, LINEAR_GRADIENTS_ARGUMENTS, NO_MAIN, linear_attention_backward,                                \
       cattn_linear_attention_backward, (void)p, .places = LINEAR_GRADIENTS_PLACES,                                     \
       .settle = cattn_settle_linear_gradients, .make = cattn_make_linear_gradients,                                    \

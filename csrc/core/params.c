@@ -90,6 +90,8 @@ void cattn_clear_linear_attention_backward(struct cattn_linear_attention_backwar
 
 void cattn_clear_conv(struct cattn_conv_params *params) { CLEAR(params, x, batch_shape); }
 
+void cattn_clear_product(struct cattn_product_params *params) { clear(params, sizeof *params, sizeof *params); }
+
 /* ---- the contract; release builds keep the static assertions ---- */
 
 /* cattn_clear_... walk from the first tensor to the member after the last one. */

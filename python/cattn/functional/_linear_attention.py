@@ -243,7 +243,7 @@ def linear_attention_backward(
     dtype = common_dtype([*stored, grad], "grad_out, query, key and value")
     options = (("decay", decay), ("beta", beta), ("state", state))
     given = [*stored, *(None if x is None else as_array(x, name) for name, x in options)]
-    full = _cattn.linear_attention_backward(grad, grad_state, *given, scale, seq_lengths, cu_seqlens, layout)
+    full = _cattn._linear_gradients(grad, grad_state, *given, scale, seq_lengths, cu_seqlens, layout)
     sums: list[Any] = []
     for index, (gradient, array) in enumerate(zip(full, given, strict=True)):
         if gradient is None or array is None:
