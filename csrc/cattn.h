@@ -434,12 +434,33 @@ struct cattn_conv_params {
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
+/* Choosing the keys that attention is to read. `forward` says which keys a query sees, has the scale, and query, key,
+ * attn_mask and bias, the latter two with one row for all heads; it has no value and no results. The score of a key is
+ * the sum over the query heads of weight * act(scale * q k), plus the bias. Blocks of block_size keys, counted from the
+ * first valid one, are chosen by the largest score of their visible keys: `count` blocks, ties to the lower one. NaN
+ * loses to all other scores, and hidden keys are never chosen. */
+struct cattn_choice_params {
+    bool relu; /* act; else the identity */
+    /* key has one row for each whole block, the first of which begins at the first valid key. A block is chosen if all
+     * of its keys are visible; visible keys of other blocks are chosen besides. attn_mask and bias are of blocks. */
+    bool pooled;
+    int64_t count, block_size;   /* >= 1 */
+    int64_t first, last;         /* so many first and last blocks with a visible key are chosen in any case */
+    int64_t n_columns;           /* of the results */
+    struct cattn_tensor weights; /* (batch, head, row), in the dtype of the computation; or absent: 1 */
+    struct cattn_tensor indices; /* int32, (batch, row, col): the keys in ascending order, then -1 */
+    struct cattn_tensor
+        scores; /* (batch, row, col), in the dtype of the computation: -inf at -1, NaN without a score */
+    struct cattn_attention_params forward;
+};
+
 /* Each zeroes the scalars of a params struct and makes every tensor absent; the contents of the arrays are arbitrary.
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
 void cattn_clear_jvp(struct cattn_jvp_params *params);
 void cattn_clear_backward(struct cattn_backward_params *params);
 void cattn_clear_statistics(struct cattn_statistics_params *params);
+void cattn_clear_choice(struct cattn_choice_params *params);
 void cattn_clear_softmax(struct cattn_softmax_params *params);
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
 void cattn_clear_dropout(struct cattn_dropout_params *params);
@@ -468,6 +489,7 @@ enum cattn_status cattn_gathered_attention(const struct cattn_attention_params *
 enum cattn_status cattn_gathered_backward(const struct cattn_backward_params *params);
 /* Also computes the forward pass, as far as lse needs it. */
 enum cattn_status cattn_attention_statistics(const struct cattn_statistics_params *params);
+enum cattn_status cattn_choose_keys(const struct cattn_choice_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);

@@ -286,16 +286,21 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask) {
 }
 
 static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
+    const int64_t rows = call->shape.dims[call->shape.nd - 1];
+    const bool is_pooled = call->pooled > 1; /* the last keys may be no whole block */
+    const int64_t most = is_pooled ? (cattn_min(rows, INT32_MAX) + 1) * call->pooled - 1 : rows;
     const struct cattn_range_sizes sizes = {.seqlen_q = call->shape.dims[call->shape.nd - 2],
-                                            .seqlen_k = call->shape.dims[call->shape.nd - 1],
+                                            .seqlen_k = most,
                                             .n_batch_dims = call->shape.n_batch_dims,
                                             .batch = call->shape.dims,
                                             .query_lengths = args[ARG_query_seq_lengths],
                                             .key_lengths = args[ARG_key_value_seq_lengths],
                                             .first_keys = args[ARG_key_value_seq_starts]};
-    return cattn_arg_ranges(call->state, args[ARG_is_causal], args[ARG_query_offset], args[ARG_window_size],
-                            &call->ranges) &&
-           (call->packed == NULL || cattn_packed_align(call->state, call->packed, &call->ranges)) &&
+    if (!cattn_arg_ranges(call->state, args[ARG_is_causal], args[ARG_query_offset], args[ARG_window_size],
+                          &call->ranges))
+        return false;
+    call->ranges.bare = call->ranges.bare && !is_pooled; /* the rows of key do not tell the alignment */
+    return (call->packed == NULL || cattn_packed_align(call->state, call->packed, &call->ranges)) &&
            cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 

@@ -86,6 +86,15 @@ void cattn_packed_clear(struct cattn_packed *packed);
     NUMBER(statistics, RESULT_NAMES)                                                                                   \
     NUMBER(top_k, COUNT)                                                                                               \
     NUMBER(observation_window, COUNT)
+#define CHOICE_EXTRA(ARRAY, NUMBER, WORD, WISH)                                                                        \
+    NUMBER(count, COUNT)                                                                                               \
+    ARRAY(weights, "NT", COMPUTED, BROADCASTS, OPTIONAL)                                                               \
+    WORD(activation, "relu", NOWHERE)                                                                                  \
+    NUMBER(block_size, COUNT)                                                                                          \
+    NUMBER(pooled, FLAG)                                                                                               \
+    NUMBER(first, COUNT)                                                                                               \
+    NUMBER(last, COUNT)                                                                                                \
+    WISH(return_scores)
 
 /* The tables. */
 #define WEIGHTS_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) WEIGHTS_EXTRA(O)
@@ -95,6 +104,7 @@ void cattn_packed_clear(struct cattn_packed *packed);
 #define JVP_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) JVP_EXTRA(A, N)
 #define JVP_BACKWARD_ARGUMENTS(A, N, O, W, ...) JVP_ARGUMENTS(A, N, O, W, __VA_ARGS__) JVP_BACKWARD_EXTRA(A, N)
 #define STATISTICS_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) STATISTICS_EXTRA(A, N)
+#define CHOICE_ARGUMENTS(A, N, O, W, ...) ATTENTION_ARGUMENTS(A, N, O, W, __VA_ARGS__) CHOICE_EXTRA(A, N, O, W)
 #define VARLEN_STATISTICS_ARGUMENTS(A, N, O, W, ...) STATISTICS_ARGUMENTS(A, N, O, W, __VA_ARGS__) VARLEN_EXTRA(A, N)
 
 /* The extras take the slots after the shared ones. A row may have a name alone, and C11 wants an argument for the dots:
@@ -107,6 +117,7 @@ enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
 enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT, ARG_SLOT) N_BACKWARD_ARGS };
 enum { BEFORE_JVP_EXTRA = N_ATTENTION_ARGS - 1, JVP_EXTRA(JVP_SLOT, JVP_SLOT) JVP_BACKWARD_EXTRA(JVP_SLOT, JVP_SLOT) };
 enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT, ARG_SLOT) N_STATISTICS_ARGS };
+enum { BEFORE_CHOICE_EXTRA = N_ATTENTION_ARGS - 1, CHOICE_EXTRA(ARG_SLOT, ARG_SLOT, ARG_SLOT, ARG_SLOT) };
 
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
@@ -142,6 +153,7 @@ struct cattn_call {
     bool rounds_inputs;          /* gradients: compute_dtype rounds query, key and value before the call */
     bool widens;                 /* halves are computed as float32, and the caller rounds the result */
     int half_type;               /* of the inputs that were widened; NPY_BOOL (0): none */
+    int64_t pooled;              /* keys that a row of key stands for, if more than one */
     struct cattn_packed *packed; /* not owned; cleared with the call. NULL: the sequences are not packed */
     struct cattn_shape shape;
     struct cattn_frozen *frozen;

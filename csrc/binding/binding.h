@@ -32,6 +32,7 @@
     E(varlen_attention_backward, VARLEN_BACKWARD_ARGUMENTS)                                                            \
     E(attention_statistics, STATISTICS_ARGUMENTS)                                                                      \
     E(varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                                                        \
+    E(choose_keys, CHOICE_ARGUMENTS)                                                                                   \
     E(explain, ATTENTION_ARGUMENTS)                                                                                    \
     E(causal_mask, CAUSAL_MASK_ARGUMENTS)                                                                              \
     FUNCTIONS(E)

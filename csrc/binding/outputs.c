@@ -2,7 +2,9 @@
 #include "args.h"
 
 static int64_t type_size(int type) {
-    return type == NPY_BOOL ? 1 : (int64_t)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
+    return type == NPY_BOOL    ? 1
+           : type == NPY_INT32 ? (int64_t)sizeof(int32_t)
+                               : (int64_t)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
 }
 
 static PyArrayObject *new_array(const struct cattn_output_spec *spec,

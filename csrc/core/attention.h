@@ -194,4 +194,14 @@ void cattn_gather_unit(const struct cattn_gather_plan *plan, const struct cattn_
 struct cattn_tensor cattn_gather_part(const struct cattn_gather *gather, const struct cattn_tensor *tensor,
                                       int64_t start, size_t element);
 
+/* ---- a product of two matrices within a task, for the choice of keys (product.c) ---- */
+
+/* The scratch of products of up to n_a rows of A by up to n_b rows of B, of these storages: of more than CATTN_FEW_ROWS
+ * rows of B if n_b is larger, else of that many or fewer. out_b is 1 in all of them, or in none. */
+void cattn_product_lay_out(const struct cattn_product_params *most, struct cattn_product *product,
+                           struct cattn_arena *arena);
+/* Computes all n_a rows; everything but `stop` and the scratch must be set. */
+void cattn_product_compute(const struct cattn_kernels *kernels, struct cattn_product *product, int64_t n_a,
+                           struct cattn_worker *worker);
+
 #endif

@@ -67,6 +67,11 @@ void cattn_clear_statistics(struct cattn_statistics_params *params) {
     cattn_clear_attention(&params->forward);
 }
 
+void cattn_clear_choice(struct cattn_choice_params *params) {
+    CLEAR(params, weights, forward);
+    cattn_clear_attention(&params->forward);
+}
+
 void cattn_clear_softmax(struct cattn_softmax_params *params) { CLEAR(params, ranges.offsets, batch_shape); }
 
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params) { CLEAR(params, grad, batch_shape); }
@@ -102,6 +107,7 @@ WHOLE_TENSORS(cattn_attention_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_backward_params, grad_out, forward);
 WHOLE_TENSORS(cattn_jvp_params, tangents.query, forward);
 WHOLE_TENSORS(cattn_statistics_params, rows, forward);
+WHOLE_TENSORS(cattn_choice_params, weights, forward);
 WHOLE_TENSORS(cattn_softmax_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_softmax_backward_params, grad, batch_shape);
 WHOLE_TENSORS(cattn_dropout_params, x, batch_shape);
@@ -301,6 +307,19 @@ void cattn_check_statistics(const struct cattn_statistics_params *params) {
     check_statistic(&params->top_keys, sizeof(int64_t), params->top_keys.col, params->top_k);
     check_statistic(&params->received, element, params->received.col, p->seqlen_k);
     check_statistic(&params->received_max, element, params->received_max.col, p->seqlen_k);
+}
+
+void cattn_check_choice(const struct cattn_choice_params *params) {
+    const struct cattn_attention_params *p = &params->forward;
+    const size_t element = cattn_element_size(p->dtype);
+    cattn_check_attention(p);
+    assert(p->d_v == 0 && !p->out.data && !p->weights.data && !p->lse.data && !p->dropout.enabled);
+    assert(!p->slopes.data && !p->sinks.data && !p->block_mask.data && !p->key_indices.data && !p->query_starts.data);
+    assert(p->seqlen_k <= INT32_MAX && params->count >= 1 && params->block_size >= 1 && params->n_columns >= 0);
+    assert(p->num_heads > 0 && params->first >= 0 && params->last >= 0);
+    check_aligned(&params->weights, element);
+    check_present(&params->indices, sizeof(int32_t));
+    check_aligned(&params->scores, element);
 }
 
 void cattn_check_softmax(const struct cattn_softmax_params *p) {

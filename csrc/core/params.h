@@ -17,6 +17,7 @@ void cattn_check_attention(const struct cattn_attention_params *params);
 void cattn_check_backward(const struct cattn_backward_params *params);
 void cattn_check_jvp(const struct cattn_jvp_params *params);
 void cattn_check_statistics(const struct cattn_statistics_params *params);
+void cattn_check_choice(const struct cattn_choice_params *params);
 void cattn_check_softmax(const struct cattn_softmax_params *params);
 void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *params);
 void cattn_check_dropout(const struct cattn_dropout_params *params);

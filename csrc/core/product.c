@@ -3,10 +3,10 @@
  * A task is a block of rows of one operand, B, which it packs, against a range of rows of the other one, A, which it
  * reads where they lie, or packs too. No element of the result depends on which operand is packed, nor on the tasks.
  */
+#include "attention.h"
 #include "dispatch.h"
 #include "parallel.h"
 #include "params.h"
-#include "scratch.h"
 
 /* Fewer multiply-adds are not worth a second thread. */
 #define PARALLEL_WORK 200000.0
@@ -170,13 +170,13 @@ static struct cattn_matrix matrix_of(const struct cattn_operand *from, enum catt
     return matrix;
 }
 
-static void run_few(const struct product_job *job, struct cattn_product *product, int64_t a, int64_t end,
+static void run_few(const struct cattn_kernels *kernels, struct cattn_product *product, int64_t a, int64_t end,
                     struct cattn_worker *worker) {
-    const int64_t most = job->p.a.row == 1 ? CATTN_FEW_COLUMNS / job->p.n_b : CATTN_PRODUCT_ROWS;
-    if (!job->by_slabs)
-        job->kernels->product_pack_few(product);
+    const int64_t most = product->a.row == 1 ? CATTN_FEW_COLUMNS / product->n_b : CATTN_PRODUCT_ROWS;
+    if (!product->by_slabs)
+        kernels->product_pack_few(product);
     for (; a < end && !cattn_should_stop(worker); a += most)
-        job->kernels->product_few(product, a, (int)cattn_min(most, end - a));
+        kernels->product_few(product, a, (int)cattn_min(most, end - a));
 }
 
 static void product_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -207,7 +207,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
     lay_out_task(job, &product, &arena);
     if (job->few)
-        run_few(job, &product, a_first, a_end, worker);
+        run_few(job->kernels, &product, a_first, a_end, worker);
     else {
         if (job->kernels->tiles_begin)
             job->kernels->tiles_begin();
@@ -241,16 +241,24 @@ static int64_t most_rows(const struct product_job *job) {
     return MOST_PACKED / (CATTN_SLAB_TERMS * (int64_t)cattn_element_size(job->p.dtype));
 }
 
+/* Whether few rows of B are packed slab by slab. */
+static bool is_long(const struct cattn_product_params *p) {
+    const cattn_size row = (cattn_size)cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS);
+    return (cattn_size)p->n_b * row * cattn_element_size(p->dtype) > BY_SLABS;
+}
+
+static bool rest_in_place(const struct cattn_product_params *p) {
+    return p->out_storage == CATTN_STORED_PLAIN && p->out_b == 1 && p->bf16_products != CATTN_BF16_TILES;
+}
+
 /* Cuts both operands into blocks. */
 static void cut(struct product_job *job) {
     const struct cattn_product_params *p = &job->p;
     const int64_t wanted = p->num_threads > 1 ? TASKS_PER_THREAD * (int64_t)p->num_threads : 1;
-    const cattn_size row_bytes =
-        (cattn_size)cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS) * cattn_element_size(p->dtype);
-    job->sums_in_place = p->out_storage == CATTN_STORED_PLAIN && p->out_b == 1 && p->bf16_products != CATTN_BF16_TILES;
+    job->sums_in_place = rest_in_place(p);
     job->b_rows = job->few ? p->n_b : rows_of_b(job, wanted);
     job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
-    job->by_slabs = job->few && (cattn_size)p->n_b * row_bytes > BY_SLABS;
+    job->by_slabs = job->few && is_long(p);
     const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : LEAST_ROWS;
     const int64_t most = most_rows(job);
     int64_t each = cattn_ceil_div(p->n_a, cattn_ceil_div(wanted, job->b_blocks * p->n_batch));
@@ -283,4 +291,28 @@ enum cattn_status cattn_product(const struct cattn_product_params *params) {
     cut(&job);
     const int64_t n_tasks = params->n_batch * job.b_blocks * job.a_blocks;
     return cattn_parallel_for(n_tasks, job.p.num_threads, job.scratch_size, product_task, &job, &params->poll);
+}
+
+/* ---- within a task of another driver ---- */
+
+void cattn_product_lay_out(const struct cattn_product_params *most, struct cattn_product *product,
+                           struct cattn_arena *arena) {
+    struct product_job job = {.p = *most, .kernels = cattn_kernels_for(most->dtype)};
+    job.few = most->n_b <= CATTN_FEW_ROWS;
+    job.packs_a = most->n_b >= job.kernels->product_packs_from;
+    job.sums_in_place = rest_in_place(most);
+    job.by_slabs = job.few && is_long(most);
+    job.a_rows = cattn_round_up(most->n_a, LEAST_ROWS);
+    job.b_rows = most->n_b;
+    lay_out_task(&job, product, arena);
+    product->by_slabs = job.by_slabs;
+}
+
+void cattn_product_compute(const struct cattn_kernels *kernels, struct cattn_product *product, int64_t n_a,
+                           struct cattn_worker *worker) {
+    product->stop = cattn_stop_of(worker);
+    if (product->n_b <= CATTN_FEW_ROWS)
+        run_few(kernels, product, 0, n_a, worker);
+    else
+        kernels->product_tile(product, 0, n_a);
 }

@@ -452,6 +452,19 @@ struct cattn_conv_row {
     int64_t out_col;
 };
 
+/* The scores by which a query chooses keys: for each key the sum over the heads of weight * act(scale * product). All
+ * in the table's own type, keys side by side. */
+struct cattn_choice_row {
+    int64_t n_keys, n_heads;
+    const void *products; /* [head][key] */
+    int64_t head;         /* stride of the heads */
+    const void *weights;  /* one for each head; or NULL: 1 */
+    int64_t weight_head;
+    double scale;
+    bool relu; /* act; else the identity */
+    void *scores;
+};
+
 /* The rows of one head, or of consecutive ones; strides in elements. */
 struct cattn_strided {
     void *data;
@@ -634,6 +647,7 @@ struct cattn_row_kernels {
     void (*norm_gradient)(const struct cattn_norm_gradient *row);
     void (*activation_row)(const struct cattn_activation_row *row);
     void (*conv_row)(const struct cattn_conv_row *row);
+    void (*choice_row)(const struct cattn_choice_row *row);
     void (*state_columns)(const struct cattn_state_columns *columns);
     void (*gradient_columns)(const struct cattn_state_gradient *gradient);
     void (*gradient_rows)(const struct cattn_state_gradient *gradient);

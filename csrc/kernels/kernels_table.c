@@ -164,6 +164,7 @@ const struct cattn_row_kernels PASTE(cattn_row_kernels_, ISA, REAL_BITS) = {
     .rope_rows = rope_rows,
     .norm_gradient = norm_gradient,
     .conv_row = conv_row,
+    .choice_row = choice_row,
     .state_columns = state_columns,
     .gradient_columns = gradient_columns,
     .gradient_rows = gradient_rows,

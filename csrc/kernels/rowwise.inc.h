@@ -1,4 +1,4 @@
-/* rowwise.inc.h -- softmax and dropout over one row, lanes across the row, any strides.
+/* rowwise.inc.h -- softmax, dropout and the scores of a choice of keys over one row, lanes across the row, any strides.
  * docs/bit_contract.md ("The order of operations", 8) has the order of the sums. Columns out of range add nothing, so a
  * row's bits do not depend on their number.
  */
@@ -304,4 +304,32 @@ static void softmax_gradient(const struct cattn_softmax_gradient *row) {
         v = vf_select(vf_eq(weights, zero), zero, v);
         store_strided((real *)row->out + k * row->out_stride, row->out_stride, v, n);
     }
+}
+
+/* ---- the scores by which keys are chosen ---- */
+
+/* The scores of `n` keys from key k on, n <= LANES: the heads are added in order. */
+INLINE vf choice_scores(const struct cattn_choice_row *row, int64_t k, int n) {
+    const vf scale = vf_set1((real)row->scale), zero = vf_set1(0);
+    const real *product = (const real *)row->products + k, *weight = row->weights;
+    vf sum = zero;
+    for (int64_t h = 0; h < row->n_heads; h++, product += row->head) {
+        vf x = (n == LANES ? vf_loadu(product) : vf_loadu_n(product, n)) * scale;
+        if (row->relu)
+            x = vf_select(vf_lt(x, zero), zero, x); /* NaN stays NaN */
+        if (weight)
+            sum = vf_fma(vf_set1(weight[h * row->weight_head]), x, sum);
+        else
+            sum = sum + x;
+    }
+    return sum + zero; /* no -0 */
+}
+
+static void choice_row(const struct cattn_choice_row *row) {
+    real *const scores = row->scores;
+    int64_t k = 0;
+    for (; k + LANES <= row->n_keys; k += LANES)
+        vf_storeu(scores + k, choice_scores(row, k, LANES));
+    if (k < row->n_keys)
+        vf_storeu_n(scores + k, choice_scores(row, k, (int)(row->n_keys - k)), (int)(row->n_keys - k));
 }

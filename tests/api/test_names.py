@@ -139,6 +139,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.functional.linear_attention_backward, X, X, X, X), "dht", "did you mean 'grad_state'?"),
     (functools.partial(cattn.functional.causal_conv, X, X), "conv_state", "did you mean 'state'?"),
     (functools.partial(cattn.functional.causal_conv_backward, X, X, X), "act", "did you mean 'activation'?"),
+    (functools.partial(cattn.choose_keys, X, X, 1), "top_k", "did you mean 'count'?"),
+    (functools.partial(cattn.choose_keys, X, X, 1), "key_indices", "pass a boolean attn_mask"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
     (attend, "Return_weights", "did you mean 'return_weights'?"),

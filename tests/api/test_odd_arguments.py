@@ -239,6 +239,7 @@ CALLS: dict[str, Call] = {
     "attention_weights": lambda: (cattn.attention_weights, without(attention(), "value")),
     "attention_backward": lambda: (cattn.attention_backward, forward()),
     "attention_statistics": lambda: (cattn.attention_statistics, {"query": Q, "key": Q}),
+    "choose_keys": lambda: (cattn.choose_keys, {"query": Q, "key": Q, "count": 2}),
     "explain": lambda: (cattn.explain, without(attention(), "rng")),
     "varlen_attention": lambda: (cattn.varlen_attention, packed()),
     "attention_jvp": lambda: (cattn.attention_jvp, tangents()),

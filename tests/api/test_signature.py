@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "varlen_attention_statistics": {
         "query": X, "key": X, "cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 2, 3], "observation_window": 1,
     },
+    "choose_keys": {"query": X, "key": X, "count": 2, "block_size": 2, "last": 1, "return_scores": True},
     "explain": {"query": X, "key": X, "value": X, "window_size": (1, 0), "query_offset": 0},
     "softmax": {"x": X, "axis": 1, "where": X < 0, "scale": 2.0},
     "masked_softmax": {"scores": SQUARE, "mask": SQUARE < 0, "axis": 1, "method": "renormalize", "scale": 2.0},

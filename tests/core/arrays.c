@@ -36,7 +36,7 @@ bool one_in(struct source *s, uint64_t n) { return choose(s, n) == n - 1; }
 /* ---- elements ---- */
 
 size_t element_size(enum element element) {
-    static const size_t sizes[] = {4, 8, 2, 2, 1, 8, 1, 1};
+    static const size_t sizes[] = {4, 8, 2, 2, 1, 8, 4, 1, 1};
     return sizes[element];
 }
 
@@ -134,6 +134,8 @@ void set_number(struct array *array, int64_t offset, double number) {
         integer = (int64_t)number;
         memcpy(at, &integer, sizeof integer);
         return;
+    case INT32: /* a result alone */
+        return;
     case INT8:
         *at = 0x80;
         return;
@@ -181,6 +183,8 @@ double number_at(const struct array *array, int64_t offset) {
         return (double)word;
     case INT64:
         return (double)(int64_t)word;
+    case INT32:
+        return (double)(int32_t)(uint32_t)word;
     case INT8:
     case F8:
         return (double)quantized_number(array->element, (uint8_t)word);

@@ -465,6 +465,7 @@ const struct kind kinds[N_KINDS] = {
     {"jvp", choose_jvp},
     {"jvp_backward", choose_jvp_backward},
     {"statistics", choose_statistics},
+    {"choose_keys", choose_keys},
     {"softmax", choose_softmax},
     {"dropout", choose_dropout_of_rows},
     {"rope", choose_rope},

@@ -247,6 +247,8 @@ static int64_t size_of(const struct problem *problem, char letter) {
         return p->n_indices;
     case 'P':
         return problem->statistics.top_k;
+    case 'I':
+        return problem->choice.n_columns;
     default:
         return 1;
     }
@@ -283,7 +285,7 @@ static void choose_numbers(struct source *s, struct problem *problem) {
     p->block_size = CHOOSE_FROM(s, blocks);
     p->double_lse = one_in(s, 2) || problem->pass == SUMMARY;
     const bool ordered = problem->lists == DENSE && problem->pass <= BACKWARD;
-    if (problem->lists != GATHERED && problem->pass != SUMMARY && one_in(s, 3))
+    if (problem->lists != GATHERED && problem->pass < SUMMARY && one_in(s, 3))
         choose_dropout(s, problem, &p->dropout, ordered);
     choose_ranges(s, problem, &p->ranges, p->seqlen_q, p->seqlen_k);
     if (problem->lists != PACKED && one_in(s, 4))
@@ -325,6 +327,8 @@ static bool may_have(const struct problem *problem, int operand) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const unsigned call = problem->lists == PACKED ? IN_PACKED : problem->pass == SUMMARY ? IN_STATISTICS : IN_DENSE;
     if (!(row->calls & call) || (problem->pass == SUMMARY && !(row->calls & IN_STATISTICS)))
+        return false;
+    if (problem->pass == CHOOSING && (row->kind == LOGITS || row->kind == SLOPES || row->kind == BLOCKS))
         return false;
     switch (row->kind) {
     case VALUES:
@@ -428,7 +432,9 @@ static void add_operand(struct source *s, struct problem *problem, int operand, 
     const enum element element = element_of(problem, row->kind);
     struct cattn_tensor *tensor = cattn_operand_view(&problem->back.forward, operand);
     int64_t dims[MAX_AXES];
-    const unsigned broadcast = choose_broadcast(s, axes_of(problem, row->axes, dims));
+    unsigned broadcast = choose_broadcast(s, axes_of(problem, row->axes, dims));
+    if (problem->pass == CHOOSING && (row->kind == MASK || row->kind == COMPUTED)) /* one for all heads */
+        broadcast |= 1u << problem->back.forward.n_batch_dims;
     struct part *part = add(s, problem, operand, row->name, row->axes, tensor, INPUT, element, broadcast);
     fill_operand(s, problem, &part->array, row->kind, content);
     say(problem, " %s", row->name);
@@ -447,8 +453,9 @@ static void choose_operands(struct source *s, struct problem *problem, enum cont
     p->own_row_lists = lists->present && lists->array.stride[n + 1] != 0;
     p->n_bias = bias->present;
     if (bias->present && one_in(s, 3)) {
+        const unsigned of_heads = problem->pass == CHOOSING ? 1u << n : 0;
         struct part *second = add(s, problem, BIAS_1, "second bias", "NTS", &p->bias[1], INPUT, bias->array.element,
-                                  choose_broadcast(s, n + 3));
+                                  choose_broadcast(s, n + 3) | of_heads);
         fill_operand(s, problem, &second->array, COMPUTED, content);
         p->n_bias = 2;
     }
@@ -580,6 +587,38 @@ static void choose_summary(struct source *s, struct problem *problem) {
     say(problem, " top_k %d", (int)p->top_k);
 }
 
+static void choose_indices(struct source *s, struct problem *problem, enum content content) {
+    static const int64_t counts[] = {1, 2, 5, 33, 300}, sizes[] = {1, 1, 2, 3, 16};
+    struct cattn_choice_params *c = &problem->choice;
+    struct cattn_attention_params *p = &problem->back.forward;
+    const enum element computed = computed_element(p->dtype);
+    c->count = CHOOSE_FROM(s, counts);
+    c->block_size = CHOOSE_FROM(s, sizes);
+    c->first = between(s, 0, 1);
+    c->last = cattn_min(between(s, 0, 1), c->count - c->first);
+    c->relu = one_in(s, 2);
+    c->pooled = one_in(s, 3);
+    const int64_t blocks = c->pooled ? p->seqlen_k : cattn_ceil_div(p->seqlen_k, c->block_size);
+    c->n_columns = (cattn_min(c->count, blocks) + (c->pooled ? 2 : 0)) * c->block_size;
+    say(problem, " %d%s blocks of %d", (int)c->count, c->pooled ? " pooled" : "", (int)c->block_size);
+    if (one_in(s, 2)) {
+        struct part *part = add(s, problem, HEAD_WEIGHTS, "weights", "NT", &c->weights, INPUT, computed, 0);
+        fill_numbers(s, &part->array, content);
+        say(problem, " weights");
+    }
+    add(s, problem, INDICES, "indices", "1TI", &c->indices, OUTPUT, INT32, 0);
+    if (one_in(s, 2))
+        add_output(s, problem, SCORES, "scores", "1TI", &c->scores, computed);
+}
+
+static enum cattn_status run_choice(struct problem *problem) {
+    struct cattn_choice_params *c = &problem->choice;
+    c->forward = problem->back.forward;
+    if (c->pooled) /* the last keys may be no whole block */
+        c->forward.seqlen_k = (c->forward.seqlen_k + 1) * c->block_size - 1;
+    return cattn_choose_keys(c);
+}
+
 /* ---- calls ---- */
 
 /* Makes the params a call of sequence b alone: the first element of each array moves to where the sequence begins. */
@@ -650,9 +689,11 @@ static enum cattn_status run_once(struct problem *problem, const struct way *way
     p->quantized_key = quantized_storage(problem->parts[OPERAND_key].array.element);
     p->quantized_value = quantized_storage(problem->parts[OPERAND_value].array.element);
     p->num_threads = way->num_threads;
-    p->path = problem->pass == SUMMARY ? CATTN_PATH_AUTO : way->path;
+    p->path = problem->pass >= SUMMARY ? CATTN_PATH_AUTO : way->path;
     if (!cattn_attention_path_fits(p)) /* the tiny path depends on strides and outputs */
         p->path = CATTN_PATH_AUTO;
+    if (problem->pass == CHOOSING)
+        return run_choice(problem);
     if (problem->pass == SUMMARY) {
         problem->statistics.forward = *p;
         return cattn_attention_statistics(&problem->statistics);
@@ -686,12 +727,12 @@ static enum cattn_status run_attention(struct source *s, struct problem *problem
 static void choose_call(struct source *s, struct problem *problem, enum pass pass, enum lists lists) {
     struct cattn_attention_params *p = &problem->back.forward;
     problem->run = run_attention;
-    problem->checks = NUMBERS_OF_ATTENTION;
+    problem->checks = pass == CHOOSING ? NOTHING : NUMBERS_OF_ATTENTION;
     problem->pass = pass;
     problem->lists = lists;
     problem->has_paths = pass == FORWARD;
     problem->shareable[0] = problem->shareable[1] = -1;
-    problem->result = OUT;
+    problem->result = pass == CHOOSING ? INDICES : OUT;
     if (lists != DENSE)
         say(problem, pass == BACKWARD ? " backward" : pass == SUMMARY ? " statistics" : "");
     if (p->bf16_products) {
@@ -702,7 +743,7 @@ static void choose_call(struct source *s, struct problem *problem, enum pass pas
         choose_type(s, problem, true, &p->dtype, &p->storage);
     }
     const enum content content = choose_content(s, problem);
-    problem->stage = pass == SUMMARY || (pass == FORWARD && lists != PACKED && one_in(s, 5));
+    problem->stage = pass >= SUMMARY || (pass == FORWARD && lists != PACKED && one_in(s, 5));
     choose_sizes(s, problem);
     p->d_v = problem->stage ? 0 : p->d_v;
     say(problem, " %d of %d/%d heads, %dx%d, %d,%d", (int)p->n_batch, (int)p->num_heads,
@@ -717,7 +758,10 @@ static void choose_call(struct source *s, struct problem *problem, enum pass pas
     choose_operands(s, problem, content);
     if (p->store_scores && one_in(s, 2)) /* stages before the softmax have no mask or sinks */
         problem->parts[OPERAND_attn_mask].present = problem->parts[OPERAND_sinks].present = false;
-    choose_forward_results(s, problem);
+    if (pass == CHOOSING)
+        choose_indices(s, problem, content);
+    else
+        choose_forward_results(s, problem);
     if (pass == JVP || pass == JVP_BACKWARD)
         choose_tangents(s, problem, content);
     if (pass == BACKWARD || pass == JVP_BACKWARD)
@@ -731,6 +775,7 @@ void choose_backward(struct source *s, struct problem *problem) { choose_call(s,
 void choose_jvp(struct source *s, struct problem *problem) { choose_call(s, problem, JVP, DENSE); }
 void choose_jvp_backward(struct source *s, struct problem *problem) { choose_call(s, problem, JVP_BACKWARD, DENSE); }
 void choose_statistics(struct source *s, struct problem *problem) { choose_call(s, problem, SUMMARY, DENSE); }
+void choose_keys(struct source *s, struct problem *problem) { choose_call(s, problem, CHOOSING, DENSE); }
 
 void choose_gathered(struct source *s, struct problem *problem) {
     choose_call(s, problem, one_in(s, 2) ? BACKWARD : FORWARD, GATHERED);

@@ -34,7 +34,7 @@ bool one_in(struct source *s, uint64_t n);
 /* ---- arrays ---- */
 
 /* INT8 and F8 are quantized: of bytes that have scales. */
-enum element { F32, F64, F16, BF16, BYTE, INT64, INT8, F8 };
+enum element { F32, F64, F16, BF16, BYTE, INT64, INT32, INT8, F8 };
 /* Kinds of numbers: ordinary, many equal ones, a few infinities and NaN, many of them. */
 enum content { PLAIN, TIES, SPOILT, EXTREME };
 /* An input has any strides and may broadcast, an output has any strides. A result is contiguous, and 0 before a call.
@@ -95,7 +95,7 @@ static inline bool is_quantized(const struct array *array) { return array->eleme
 /* ---- problems ---- */
 
 /* An array and its tensor in the params. Letters are axes as in call/operands.h, but the batch dimensions; P of the
- * largest weights, 1 of size 1, R a row and C a column of any other function. */
+ * largest weights, I of chosen keys, 1 of size 1, R a row and C a column of any other function. */
 struct part {
     const char *name;
     const char *letters;
@@ -136,10 +136,13 @@ enum {
     RECEIVED_MAX,
     TOP_KEYS,
     TOP_WEIGHTS,
+    HEAD_WEIGHTS,
+    INDICES,
+    SCORES,
     N_PARTS
 };
 
-enum pass { FORWARD, BACKWARD, JVP, JVP_BACKWARD, SUMMARY };
+enum pass { FORWARD, BACKWARD, JVP, JVP_BACKWARD, SUMMARY, CHOOSING };
 enum lists { DENSE, GATHERED, PACKED };
 
 /* How a call is made. */
@@ -173,6 +176,7 @@ struct problem {
     int64_t total_q, total_k; /* packed: rows of all sequences */
     struct cattn_backward_params back;
     struct cattn_statistics_params statistics;
+    struct cattn_choice_params choice;
     struct cattn_misfit misfit;
     /* all others */
     struct cattn_tensor tensors[6];
@@ -199,7 +203,7 @@ struct kind {
     const char *name;
     void (*choose)(struct source *s, struct problem *problem);
 };
-enum { N_KINDS = 18 };
+enum { N_KINDS = 19 };
 extern const struct kind kinds[N_KINDS];
 
 void choose_problem(struct source *s, struct problem *problem, const struct kind *kind);
@@ -238,5 +242,6 @@ void choose_backward(struct source *s, struct problem *problem);
 void choose_jvp(struct source *s, struct problem *problem);
 void choose_jvp_backward(struct source *s, struct problem *problem);
 void choose_statistics(struct source *s, struct problem *problem);
+void choose_keys(struct source *s, struct problem *problem);
 
 #endif

@@ -292,6 +292,7 @@ def changing_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "attention_weights, dropped": (cattn.attention_weights, without | dropping | {"stage": "dropout"}),
         "explain": (cattn.explain, only(whole, "scale", "softcap", "alibi_slopes", "sinks")),
         "attention_statistics": (cattn.attention_statistics, without | {"top_k": 2}),
+        "choose_keys": (cattn.choose_keys, {"query": q, "key": k, "count": 2, "weights": draw(heads, n), "scale": 0.5}),
         "attention_backward": (cattn.attention_backward, whole | given),
         "varlen_attention": (cattn.varlen_attention, of_packed | {"out": draw(n, heads, 8)}),
         "varlen_attention_statistics": (cattn.varlen_attention_statistics, only(of_packed, "value")),

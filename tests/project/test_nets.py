@@ -157,13 +157,14 @@ ABSENT: dict[str, dict[str, str]] = {
     "row_table.py or equivalences": {
         "tests/values/test_varlen.py": "varlen_attention_backward varlen_attention_statistics",
         "tests/values/test_masks.py": "causal_mask",
+        "tests/values/test_choose_keys.py": "choose_keys",
     },
     "PyTorch": {
         "PyTorch has it, with gradients; batch_invariant computes it row by row": _OF_ROWS,
         "is_causal of scaled_dot_product_attention": "causal_attention",
         "return_weights of scaled_dot_product_attention": "attention_weights",
         "flash_attn has no twin for processors: call cattn on the arrays of the tensors": _PACKED,
-        "it has no gradients: call cattn on the arrays of the tensors": "attention_statistics explain",
+        "it has no gradients: call cattn on the arrays of the tensors": "attention_statistics explain choose_keys",
         "the operator of the forward function finds it by its name": _STATES,
     },
     "JAX": {
@@ -171,10 +172,11 @@ ABSENT: dict[str, dict[str, str]] = {
         "is_causal of dot_product_attention": "causal_attention",
         "no matrix of weights is computed": "attention_weights attention_statistics",
         "XLA has no packed sequences": _PACKED,
+        "it has no gradients, and XLA has top_k: call cattn on arrays": "choose_keys",
         "a scan of JAX has it": f"linear_attention causal_conv {_STATES}",
     },
     "dask": {
-        "dask.array.map_blocks runs it": f"{_OF_ROWS} linear causal_mask causal_conv",
+        "dask.array.map_blocks runs it": f"{_OF_ROWS} linear causal_mask causal_conv choose_keys",
         "is_causal of attention": "causal_attention",
         "no task holds a whole row of weights": "attention_weights attention_statistics",
         "packed sequences have no batch to chunk": _PACKED,
@@ -185,6 +187,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "is_causal of attention": "causal_attention",
         "the operator computes one output": "attention_statistics explain",
         "the operator has no packed sequences": _PACKED,
+        "the operator has no lists of keys": "choose_keys",
         "a runtime trains nothing": f"attention_backward {_TANGENTS} {_STATES}",
     },
     "Keras": {
@@ -197,6 +200,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "it has no packed sequences": _PACKED,
         "it trains nothing": f"attention_backward {_TANGENTS} {_STATES}",
         "it has no states": "linear_attention causal_conv",
+        "lists of keys are for Python": "choose_keys",
     },
 }
 

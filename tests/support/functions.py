@@ -150,6 +150,28 @@ def _statistics(choose: Choose, limits: Limits) -> Call:
     return call | statistics_options(choose, sizes.letters["S"])
 
 
+def _chosen(choose: Choose, limits: Limits) -> Call:
+    """Choose keys with a mask for all heads; its rows of keys may be blocks."""
+    call, sizes = attention(choose, cattn.choose_keys, without=["block_size"], limits=limits)  # it is no BlockMask's
+    if sizes.letters["N"] == 0:
+        return _chosen(choose, limits)
+    for name in call.keys() & {"attn_mask", "bias"}:
+        if call[name].ndim > 2 and sizes.heads:
+            call[name] = call[name][..., :1, :, :]
+    count = choose((1, 2, 5, 300))
+    call |= {"count": count, "block_size": choose((1, 1, 2, 3, 16)), "pooled": one_in(choose, 3)}
+    call |= {"first": choose((0, 0, 1)), "last": choose((0, min(1, count - 1)))} | _optional(
+        choose,
+        weights=lambda: floats(choose, *sizes.batch, *sizes.axes_of("NT"), dtype=choose((np.float32, np.float64))),
+        activation=lambda: "relu",
+        return_scores=lambda: True,
+    )
+    if one_in(choose, 3):
+        shape = cattn.choose_keys(**again(call) | {"return_scores": False}).shape
+        call["out"] = lay_out(choose, np.full(shape, 7, np.int32))
+    return call
+
+
 def _packed(choose: Choose, limits: Limits) -> Call:
     call = _longest(choose, packed(choose, limits=limits))
     if one_in(choose, 3):
@@ -524,6 +546,7 @@ FUNCTIONS: dict[str, tuple[Function, Arguments]] = {
     "attention_jvp": (cattn.attention_jvp, _jvp),
     "attention_jvp_backward": (cattn.attention_jvp_backward, _jvp_backward),
     "attention_statistics": (cattn.attention_statistics, _statistics),
+    "choose_keys": (cattn.choose_keys, _chosen),
     "varlen_attention": (cattn.varlen_attention, _packed),
     "varlen_attention_backward": (cattn.varlen_attention_backward, _packed_backward),
     "varlen_attention_statistics": (cattn.varlen_attention_statistics, _packed_statistics),

@@ -223,6 +223,10 @@ CALLS: dict[str, Call] = {
     "attention_jvp_backward": lambda: _derive_twice(threads=1, bias=BIAS, bias_tangent=BIAS, sinks=SINKS),
     "attention_jvp_backward, threads": lambda: _derive_twice(threads=3, dropout_p=0.3, rng=5, softcap=2.0),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
+    "choose_keys": lambda: cattn.choose_keys(QUERY, KEY, 20, weights=QUERY[..., 0], attn_mask=MASK, return_scores=True),
+    "choose_keys, blocks, threads": lambda: _in_threads(
+        3, cattn.choose_keys, FEW, LONG_KEY, 9, block_size=16, activation="relu", is_causal="lower_right"
+    ),
     # statistics
     "attention_statistics": lambda: cattn.attention_statistics(QUERY, KEY, MASK, bias=BIAS, sinks=SINKS, top_k=3),
     "attention_statistics, one head, threads": lambda: _in_threads(

@@ -126,7 +126,7 @@ def working(function: str, *optional: str) -> Call:
         if row and (wanted or row.kind == "VALUES" or (row.role == "RESULT" and not optional)):
             call[name] = array(row, shape_of(function, row))
     edges = {name: [0, 6 if name.endswith("_k") else 5] for name in call if rows[name].kind == "EDGES"}
-    call |= edges | {"T_q": 5} if "T_q" in parameters else edges
+    call |= edges | {name: 5 for name in ("T_q", "count") if name in parameters}
     for name in optional:
         call |= {key: x for key, x in NEEDS.get(name, {}).items() if key in parameters}
         of = name.removesuffix("_tangent")

@@ -113,6 +113,17 @@ DOORS: dict[str, Door] = {
     ),
     "varlen_attention_backward": Door(_PACKED | _GRADIENTS, own=f"{_PACKED_OWN} {_GRADIENTS_OWN}"),
     "varlen_attention_statistics": Door(_PACKED | _STATISTICS, own=f"{_PACKED_OWN} {_STATISTICS_OWN}"),
+    "choose_keys": Door(
+        {
+            "value": _NO_VALUE,
+            **dict.fromkeys(("dropout_p", "rng"), "nothing is dropped"),
+            **dict.fromkeys(("softcap", "sinks", "alibi_slopes"), "it has no softmax: pass numbers of keys as bias"),
+            **dict.fromkeys(("block_mask", "key_indices"), "pass a boolean attn_mask"),
+            "compute_dtype": "keys are chosen in the dtype of the computation",
+            **dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), "return_scores returns scores"),
+        },
+        own="count weights activation block_size pooled first last return_scores",
+    ),
     "linear_attention": Door(
         {
             "is_causal": "linear attention is always causal",

@@ -38,6 +38,7 @@ _OTHERS = {
     "enable_gqa": "gqa use_gqa",
     "block_mask": "blocks blockmask base_blockmask block_sparse_mask sparse_mask block_layout sparsity_layout",
     "key_indices": "topk_indices indices topk_idxs topk_index gather_indices kv_indices selected_keys token_indices",
+    "count": "top_k topk k num_keys n_keys index_topk budget",
     "blocks": "mask block_mask layout",
     "size": "block_size blocksize block_len block_width",
     "values": "x array numbers",

@@ -18,6 +18,7 @@ from .._input.types import (
 )
 from ..random import draw_seed
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
+from ._choose_keys import choose_keys
 from ._derivatives import attention_backward, attention_jvp, attention_jvp_backward, sum_gradients
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
@@ -52,6 +53,7 @@ __all__ = [
     "causal_conv",
     "causal_conv_backward",
     "causal_mask",
+    "choose_keys",
     "dropout",
     "dropout_backward",
     "explain",

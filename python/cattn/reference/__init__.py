@@ -37,6 +37,7 @@ from ._attention import (
     varlen_attention,
     varlen_attention_statistics,
 )
+from ._choose_keys import choose_keys
 from ._derivatives import (
     attention_backward,
     attention_jvp,
@@ -74,6 +75,7 @@ __all__ = [
     "causal_conv",
     "causal_conv_backward",
     "causal_mask",
+    "choose_keys",
     "dropout",
     "dropout_backward",
     "dropout_keep",
