@@ -3,7 +3,8 @@
  * Linux lets a process ask that CPUID faults (arch_prctl(2), ARCH_SET_CPUID; Intel's processors have it since Ivy
  * Bridge). The handler of the fault executes the instruction and clears the bits of AVX-512, AMX and AVX-VNNI in its
  * result, so that a library that looks by itself sees a processor without them. The setting is inherited by threads
- * and children. A handler of SIGSEGV that the program installs gets all other faults.
+ * and children. A handler of SIGSEGV that the program installs gets all other faults. The signal is never blocked: the
+ * kernel would end the process at the next CPUID of that thread.
  */
 #define _GNU_SOURCE
 #include <cpuid.h>
@@ -67,6 +68,23 @@ int sigaction(int number, const struct sigaction *wanted, struct sigaction *befo
     if (before != NULL)
         *before = old;
     return 0;
+}
+
+static int set_mask(const char *function, int how, const sigset_t *wanted, sigset_t *before) {
+    int (*next)(int, const sigset_t *, sigset_t *) = dlsym(RTLD_NEXT, function);
+    if (wanted == NULL || how == SIG_UNBLOCK)
+        return next(how, wanted, before);
+    sigset_t open = *wanted;
+    sigdelset(&open, SIGSEGV);
+    return next(how, &open, before);
+}
+
+int pthread_sigmask(int how, const sigset_t *wanted, sigset_t *before) {
+    return set_mask("pthread_sigmask", how, wanted, before);
+}
+
+int sigprocmask(int how, const sigset_t *wanted, sigset_t *before) {
+    return set_mask("sigprocmask", how, wanted, before);
 }
 
 sighandler_t signal(int number, sighandler_t handler) {
