@@ -212,6 +212,17 @@ def coverage(session: nox.Session) -> None:
     session.run("tools/coverage", *session.posargs)
 
 
+LONG_RUNS = Path("tools/long_runs.toml")
+
+
+def record(name: str, result: str) -> None:
+    """Write the result of a long form, and the date, into the file of the last long runs."""
+    row = f'{name} = {{ date = {datetime.date.today()}, result = "{result}" }}'
+    rows = [line for line in LONG_RUNS.read_text("utf-8").splitlines() if not line.startswith(f"{name} = ")]
+    rows.insert(rows.index("[runs]") + 1, row)
+    LONG_RUNS.write_text("\n".join([*rows, ""]), "utf-8")
+
+
 # in the order of the table in CONTRIBUTING.md
 LONG = ["lint", "docs", "tests", "processors", "coverage", "machines", "wheels", "sanitize", "notebooks", "mutants"]
 LONG += ["fuzz", "soak", "bench"]
@@ -219,21 +230,20 @@ LONG += ["fuzz", "soak", "bench"]
 
 @nox.session(default=False)
 def nightly(session: nox.Session) -> None:
-    """Run the long form of every session and print a table of results and times; logs in build/nightly."""
+    """Run the long form of every session; results in tools/long_runs.toml, logs in build/nightly."""
     logs = Path("build/nightly")
     logs.mkdir(parents=True, exist_ok=True)
-    rows, passed = [], True
+    results = {}
     for name in list(session.posargs) or LONG:
         session.log(f"{name}: see {logs / name}.log")
         start = time.monotonic()
         with Path(logs, f"{name}.log").open("w") as log:
             code = subprocess.run(["nox", "-s", name, "--", "long"], stdout=log, stderr=subprocess.STDOUT).returncode
         minutes = (time.monotonic() - start) / 60
-        passed = passed and code == 0
-        result = "passed" if code == 0 else "FAILED"
-        rows.append(f"| `{name}` | {result} in {minutes:.0f} min, {datetime.date.today()} |")
-    print(*rows, sep="\n")
-    if not passed:
+        results[name] = f"{'passed' if code == 0 else 'FAILED'} in {minutes:.0f} min"
+        record(name, results[name])
+    print(*(f"{name}: {result}" for name, result in results.items()), sep="\n")
+    if any(result.startswith("FAILED") for result in results.values()):
         session.error("a long form failed")
 
 

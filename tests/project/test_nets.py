@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ast
 import collections
+import datetime
 import inspect
 import re
 import runpy
+import subprocess
+import tomllib
 from typing import Any
 
 import numpy as np
@@ -336,6 +339,20 @@ def test_the_c_fuzzer_compiles_every_source_of_the_core() -> None:
     text = (ROOT / "tools" / "fuzz").read_text("utf-8")
     for pattern in ("csrc/{core,call}/*.c", "fuzz/core/*.c", "csrc/kernels/kernels_table.c"):
         assert pattern in text
+
+
+def test_no_long_run_is_much_older_than_the_code() -> None:
+    """nox -s nightly runs the long forms, and writes their dates."""
+    runs = tomllib.loads((ROOT / "tools" / "long_runs.toml").read_text("utf-8"))
+    sessions = re.findall(r"^LONG \+?= \[(.*)\]$", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
+    assert {*runs["runs"], *runs["never"]} == set(re.findall(r'"(\w+)"', " ".join(sessions)))
+    command = ["git", "log", "-1", "--format=%cs", "--", "csrc"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    if not found:
+        pytest.skip("there is no history")
+    newest, allowed = datetime.date.fromisoformat(found), datetime.timedelta(days=runs["days"])
+    late = {name: run["date"] for name, run in runs["runs"].items() if newest - run["date"] > allowed}
+    assert late == {}, f"the newest C source is of {newest}: run nox -s nightly -- {' '.join(late)}"
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------
