@@ -17,7 +17,7 @@ from support import INF
 torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from cattn.integrations.torch import _tensors, nn  # noqa: E402
+from cattn.integrations.torch import _tensors, nn, scaled_dot_product_attention  # noqa: E402
 
 Normal = Callable[..., np.ndarray]
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -155,6 +155,21 @@ def test_tensors_give_the_bits_of_arrays(dtype: type, normal: Normal) -> None:
     scores = tensors[0] @ tensors[1].mT
     assert (cattn.masked_softmax(scores, mask) == cattn.masked_softmax(scores.numpy(), mask.numpy())).all()
     assert (cattn.dropout(tensors[0], rng=1) == cattn.dropout(q, rng=1)).all()
+
+
+def test_a_mask_and_a_bias_are_added_in_one_dtype(rng: np.random.Generator) -> None:
+    """Their sum is not rounded to halves because gradients are followed, and a batch of masks has gradients."""
+    query, mask, bias = (torch.from_numpy(rng.standard_normal(shape)) for shape in ((3, 2, 5, 4), (3, 5, 5), (2, 5, 5)))
+    for dtype in (torch.float16, torch.bfloat16):
+        inputs = [query.to(dtype)] * 3
+        plain = scaled_dot_product_attention(*inputs, mask[0].to(dtype), bias=bias.to(dtype))
+        followed = [x.to(dtype).requires_grad_() for x in (mask[0], bias)]
+        assert torch.equal(scaled_dot_product_attention(*inputs, followed[0], bias=followed[1]), plain)
+    mask.requires_grad_()
+    attend = torch.vmap(lambda x, m: scaled_dot_product_attention(x, x, x, m, bias=bias))
+    (own,) = torch.autograd.grad(attend(query, mask).sum(), mask)
+    wanted = sdpa(query, query, query, mask[:, None] + bias)
+    torch.testing.assert_close(own, torch.autograd.grad(wanted.sum(), mask)[0])
 
 
 @pytest.mark.promise("kinds of arrays")

@@ -76,8 +76,10 @@ def choose_keys(
         of rows of key times block_size, unless key_value_seq_lengths says more.
     first, last : int
         So many first and last blocks that a query sees are chosen in any case; they count as chosen.
-    attn_mask, bias : array_like, optional
+    attn_mask : array_like, optional
         As in `scaled_dot_product_attention`, the same for all heads. Numbers are added to the sum over the heads.
+    bias : array_like of float, optional
+        Added to the sum over the heads.
     return_scores : bool
         Return the scores, too. There are no gradients through the choice; to train an indexer, compute the scores of
         the chosen keys from them.

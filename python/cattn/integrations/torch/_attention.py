@@ -38,6 +38,7 @@ from ._tensors import (
     check_tensor,
     converted,
     dtype_of,
+    is_batched,
     is_causal_bias,
     is_readable,
     is_transformed,
@@ -164,8 +165,8 @@ def _is_any_transformed(operands: Sequence[Tensor], *others: Tensor | None) -> b
 
 
 def _is_followed(mask: Tensor, gradients: bool, transformed: bool) -> bool:
-    """Return whether a mask may have derivatives."""
-    return mask.is_floating_point() if transformed else gradients and mask.requires_grad
+    """Return whether a mask may have derivatives: a batch of torch.vmap does not say whether it requires any."""
+    return mask.is_floating_point() if transformed or is_batched(mask) else gradients and mask.requires_grad
 
 
 def _weights(operands: tuple[Tensor | None, ...], options: dict[str, Any]) -> Tensor:
@@ -455,7 +456,8 @@ def _attend(
     if bias is not None and attn_mask is not None and _is_followed(attn_mask, gradients, transformed):
         check_memory(attn_mask, "attn_mask")
         check_memory(bias, "bias")
-        bias = attn_mask + bias  # both have the gradient of their sum
+        halves = attn_mask.element_size() == bias.element_size() == 2  # whose sum would be rounded once more
+        bias = (attn_mask.float() if halves else attn_mask) + bias  # both have the gradient of their sum
         attn_mask = None
     operands = (*inputs, attn_mask, bias, sinks)
     options["rng"] = _draw_seed(options["rng"]) if options["dropout_p"] > 0.0 else None
