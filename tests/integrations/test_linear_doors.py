@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn._input.doors import LINEAR_ATTENTION
+from cattn._input.doors import BESIDE_ATTENTION
 
 B, N, T, D, E = 2, 2, 5, 3, 2
 
@@ -25,13 +25,13 @@ def arrays(dtype: Any = np.float64, *, by_row: bool = False, n_queries: int = 4,
     return made
 
 
-@pytest.mark.parametrize("door", LINEAR_ATTENTION)
+@pytest.mark.parametrize("door", BESIDE_ATTENTION)
 def test_each_option_is_a_parameter_or_refused_by_name(door: str) -> None:
     module, name = door.split(".")
     pytest.importorskip(module)
     function = getattr(importlib.import_module(f"cattn.integrations.{module}"), name)
     options = inspect.signature(getattr(cattn.functional, name)).parameters
-    refused = LINEAR_ATTENTION[door]
+    refused = BESIDE_ATTENTION[door]
     lacks = [name for name in options if name not in inspect.signature(function).parameters]
     assert sorted(lacks) == sorted(refused)
     x = np.ones((1, 2, 2))

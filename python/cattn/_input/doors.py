@@ -223,13 +223,14 @@ DOORS: dict[str, Door] = {
 }  # fmt: skip
 
 
-# The options of linear attention and of the short convolution that their doors lack, with the reasons.
+# The options of linear attention, the short convolution and the choice of keys that their doors lack, with the reasons.
 _NEW_TENSORS = "PyTorch's functions with gradients return new tensors"
 _IN_TENSORS = {"state_out": f"{_NEW_TENSORS}: take .state with return_state=True", "out": _NEW_TENSORS}
-LINEAR_ATTENTION: dict[str, dict[str, str]] = {
+BESIDE_ATTENTION: dict[str, dict[str, str]] = {
     "torch.linear_attention": _IN_TENSORS,
     "torch.causal_conv": _IN_TENSORS
     | dict.fromkeys(("seq_lengths", "cu_seqlens"), "call it for each sequence: gradients are of one at a time"),
+    "torch.choose_keys": {"out": "it returns a new tensor"},
     "dask.linear_attention": {
         "layout": _HEADS_FIRST.format("x.swapaxes(1, 2)"),
         "cu_seqlens": "packed sequences have no batch to chunk: pad them, with seq_lengths",
@@ -247,7 +248,7 @@ LINEAR_ATTENTION: dict[str, dict[str, str]] = {
 def why_refused(function: Callable[..., Any], name: str) -> str | None:
     """Return why a function lacks this option; None if there is no such option or function."""
     module, _, last = function.__module__.rpartition(".")
-    if (reasons := LINEAR_ATTENTION.get(f"{last}.{function.__name__}")) is not None:
+    if (reasons := BESIDE_ATTENTION.get(f"{last}.{function.__name__}")) is not None:
         return reasons.get(name)
     door = DOORS.get(last if module == "cattn.integrations" else function.__name__)
     return None if door is None else door.why_refused(name)

@@ -14,6 +14,7 @@ from typing import Any as _Any
 from ..._input.names import public_names
 from . import nn
 from ._attention import scaled_dot_product_attention
+from ._choose_keys import choose_keys
 from ._linear_attention import causal_conv, linear_attention
 from ._swap import Seen, batch_invariant, use_cattn
 
@@ -21,6 +22,7 @@ __all__ = [
     "Seen",
     "batch_invariant",
     "causal_conv",
+    "choose_keys",
     "linear_attention",
     "nn",
     "scaled_dot_product_attention",
@@ -28,8 +30,9 @@ __all__ = [
 ]
 __dir__ = public_names(globals())
 
-for _object in (Seen, batch_invariant, causal_conv, linear_attention, scaled_dot_product_attention, use_cattn):
-    _object.__module__ = __name__
 _wrapped: _Any
-for _wrapped in (causal_conv, linear_attention, scaled_dot_product_attention):
+for _object in (Seen, batch_invariant, use_cattn):
+    _object.__module__ = __name__
+for _wrapped in (causal_conv, choose_keys, linear_attention, scaled_dot_product_attention):
+    _wrapped.__module__ = __name__
     _wrapped.__wrapped__.__module__ = __name__  # of which the hint for an unknown keyword reads what is refused here

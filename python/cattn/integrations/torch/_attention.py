@@ -122,7 +122,7 @@ def _put_heads_first(tensors: dict[str, Any]) -> list[Any]:
     return [*found, single]
 
 
-def _read_alignment(is_causal: Any) -> str:
+def read_alignment(is_causal: Any) -> str:
     if type(is_causal) in (bool, str) and is_causal in _ALIGNMENTS:
         return _ALIGNMENTS[is_causal]
     raise TypeError(f'is_causal must be a bool, "upper_left" or "lower_right", got {is_causal!r}')
@@ -400,7 +400,7 @@ def scaled_dot_product_attention(
         scales = {name: given[name] for name in ("key_scale", "value_scale")}
         query, key, value, *found, single = _put_heads_first({"query": query, "key": key, "value": value} | scales)
         given |= zip(scales, found, strict=True)
-    alignment = _read_alignment(is_causal)
+    alignment = read_alignment(is_causal)
     if is_causal_bias(attn_mask):
         if alignment:
             raise ValueError("attn_mask is a CausalBias: is_causal must be False")

@@ -12,7 +12,7 @@ from torch import Tensor
 import cattn
 from cattn import _cattn, functional
 
-from ..._input.doors import LINEAR_ATTENTION
+from ..._input.doors import BESIDE_ATTENTION
 from ..._input.names import with_hints
 from ..._input.types import Layout, LinearAttentionOutput
 from ...functional._options import documented
@@ -48,7 +48,7 @@ class _Differentiable:
         self.name = name = function.__name__
         self.of_arrays, self.backward_of_arrays = function, getattr(functional, f"{name}_backward")
         self.what = f"cattn's {what} (torch.ops.cattn.{name})"
-        rows = [row for row in _cattn._functions()[name] if row[0] not in LINEAR_ATTENTION[f"torch.{name}"]]
+        rows = [row for row in _cattn._functions()[name] if row[0] not in BESIDE_ATTENTION[f"torch.{name}"]]
         kinds = {row[0]: row[2] for row in rows if row[1] == "ARRAY"}
         numbers = {row[0]: TYPES[row[2]].format(row[0]) for row in rows if row[1] in ("NUMBER", "WORD")}
         self.names, self.arguments, self.n = [*kinds], [*kinds, *numbers], len(kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -323,6 +323,7 @@ TYPES: dict[str | None, str] = {
     "REAL": "float? {}",
     "BOUND": "float? {}",
     "CHOICE": "bool? {}",
+    "FLAG": "bool {}",
     "WINDOW": "int {0}_left, int {0}_right",
     "COUNT": "int? {}",
     "PRODUCTS": "str? {}",
@@ -354,7 +355,13 @@ def read_options(*arguments: Any) -> dict[str, Any]:
     options: dict[str, Any] = {name: None if (a := next(left)) is None else as_array(a, name) for name in _ARRAYS}
     seed = next(left)
     options["rng"] = None if seed is None else int(seed) % 2**64
-    for name, kind in _NUMBERS:
+    return options | read_numbers(_NUMBERS, left)
+
+
+def read_numbers(numbers: Sequence[tuple[str, str | None]], left: Iterator[Any]) -> dict[str, Any]:
+    """Return numbers of these names and kinds as cattn's functions take them, given an operator's arguments."""
+    options: dict[str, Any] = {}
+    for name, kind in numbers:
         options[name] = (next(left), next(left)) if kind == "WINDOW" else next(left)
         if kind == "ALIGNMENT":
             options[name] = options[name] or False
@@ -383,9 +390,12 @@ def write_options(options: dict[str, Any]) -> list[Any]:
     written = [_as_constant(options.get(name)) for name in _ARRAYS]
     seed = options.get("rng")
     written.append(as_seed(seed) if isinstance(seed, int) else seed)
-    for name, kind in _NUMBERS:
-        written += _WRITERS.get(kind, _write_number)(options.get(name), name)
-    return written
+    return written + write_numbers(_NUMBERS, options)
+
+
+def write_numbers(numbers: Sequence[tuple[str, str | None]], options: dict[str, Any]) -> list[Any]:
+    """Return the operator's arguments for numbers of these names and kinds: the inverse of `read_numbers`."""
+    return [x for name, kind in numbers for x in _WRITERS.get(kind, _write_number)(options.get(name), name)]
 
 
 def _write_number(number: Any, name: str) -> tuple[Any, ...]:
@@ -413,7 +423,7 @@ def read_block_mask(block_mask: Any) -> tuple[Tensor | None, Any]:
     return of_read_only(blocks) if isinstance(blocks, np.ndarray) else blocks, size
 
 
-_WRITERS: dict[str, Callable[[Any, str], tuple[Any, ...]]] = {
+_WRITERS: dict[str | None, Callable[[Any, str], tuple[Any, ...]]] = {
     "ALIGNMENT": lambda alignment, name: (alignment or "",),
     "WINDOW": _write_window,
 }
