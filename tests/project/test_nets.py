@@ -167,7 +167,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "is_causal of scaled_dot_product_attention": "causal_attention",
         "return_weights of scaled_dot_product_attention": "attention_weights",
         "flash_attn has no twin for processors: call cattn on the arrays of the tensors": _PACKED,
-        "it has no gradients: call cattn on the arrays of the tensors": "attention_statistics explain choose_keys",
+        "it has no gradients: call cattn on the arrays of the tensors": "attention_statistics explain",
         "the operator of the forward function finds it by its name": _STATES,
     },
     "JAX": {
