@@ -30,6 +30,7 @@ SAMPLES: dict[str, Call] = {
                "query_offset": torch.tensor([30, 2])},
     "pooled, a window": {"block_size": 2, "pooled": True, "window_size": (5, 0), "query_offset": 4, "count": 1},
     "two dimensions": {"query": tensor(T_q, D), "key": tensor(T_k, D), "query_seq_lengths": 4},
+    "a batch without heads": {"query": tensor(B, T_q, D), "key": tensor(B, T_k, D)},
     "other numbers of dimensions": {"query": tensor(H, T_q, D), "key": tensor(3, B, 1, T_k, D)},
     "tokens before heads": {"query": tensor(B, T_q, H, D), "key": tensor(B, T_k, 1, D), "layout": "bthd"},
     "more than there are": {"count": 20, "window_size": (2, 1), "query_offset": 1},

@@ -73,8 +73,10 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     if numbers["layout"] == "bthd":
         shapes = [(*shape[:-3], shape[-2], shape[-3], shape[-1]) for shape in shapes]
     broadcast: Any = torch.broadcast_shapes  # has no types
-    heads = () if max(map(len, shapes)) < 3 else (1,)
-    batch = broadcast(*(shape[:-3] for shape in shapes))
+    rank = max(map(len, shapes))
+    has_heads = rank > 3 or (rank == 3 and (numbers["enable_gqa"] or numbers["layout"] == "bthd"))
+    heads, kept = ((1,), 3) if has_heads else ((), 2)
+    batch = broadcast(*(shape[:-kept] for shape in shapes))
     rows, edges = shapes[1][-2], 0
     blocks, n_keys = -(-rows // size), rows
     if numbers["pooled"]:
