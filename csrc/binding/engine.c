@@ -4,33 +4,22 @@
 
 /* ---- the table ---- */
 
-#define ARRAY_ARGUMENT(name, axes, kind, fits, need, view) {#name, ARRAY_ROLE, axes, kind, fits, need, view, NULL},
-#define NUMBER_ARGUMENT(name, kind, place) {#name, NUMBER_ROLE, NULL, kind, 0, 0, place, NULL},
-#define WORD_ARGUMENT(name, words, place) {#name, WORD_ROLE, words, 0, 0, 0, place, NULL},
-#define WISH_ARGUMENT(name) {#name, WISH_ROLE, NULL, 0, 0, 0, NOWHERE, NULL},
-#define RESULT_ARGUMENT(name, axes, kind, where, view) {#name, RESULT_ROLE, axes, kind, where, 0, view, NULL},
-#define RETURNED(name, axes, kind, condition, view) {#name, RESULT_ROLE, axes, kind, APART, 0, view, #condition},
-
-#define FUNCTION_ROWS(name, TABLE, main, params_of, function, set, ...)                                                \
-    static const struct cattn_argument name##_arguments[] = {                                                          \
-        TABLE(ARRAY_ARGUMENT, NUMBER_ARGUMENT, WORD_ARGUMENT, WISH_ARGUMENT, RESULT_ARGUMENT, NO_SLOT)};               \
-    /* and an empty row, because most tables return nothing else */                                                    \
-    static const struct cattn_argument name##_returned[] = {                                                           \
-        TABLE(NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT, RETURNED){0}};                                              \
+#define FUNCTION_ROWS(name, TABLE, main, params_of, sizes, function, set, ...)                                         \
+    ARGUMENT_ROWS(name, TABLE)                                                                                         \
     static void clear_##name(void *params) {                                                                           \
         struct cattn_##params_of##_params *p = params;                                                                 \
         cattn_clear_##params_of(p);                                                                                    \
         set;                                                                                                           \
     }                                                                                                                  \
     static enum cattn_status compute_##name(const void *params) { return function(params); }
-#define COUNT_OF(rows) ((int)(sizeof(rows) / sizeof *(rows)))
-#define FUNCTION(name_of, TABLE, main_of, params, function, set, ...)                                                  \
+#define FUNCTION(name_of, TABLE, main_of, params, sizes, function, set, ...)                                           \
     [FUNCTION_##name_of] = {.name = #name_of,                                                                          \
                             .main_name = #main_of,                                                                     \
                             .arguments = name_of##_arguments,                                                          \
                             .n_arguments = COUNT_OF(name_of##_arguments),                                              \
                             .returned = name_of##_returned,                                                            \
                             .n_returned = COUNT_OF(name_of##_returned) - 1,                                            \
+                            .places = sizes,                                                                           \
                             .clear = clear_##name_of,                                                                  \
                             .compute = compute_##name_of,                                                              \
                             __VA_ARGS__},

@@ -59,6 +59,21 @@ struct cattn_argument {
     const char *condition; /* of what is returned: the name of an argument, or "ALWAYS" */
 };
 
+#define ARRAY_ARGUMENT(name, axes, kind, fits, need, view) {#name, ARRAY_ROLE, axes, kind, fits, need, view, NULL},
+#define NUMBER_ARGUMENT(name, kind, place) {#name, NUMBER_ROLE, NULL, kind, 0, 0, place, NULL},
+#define WORD_ARGUMENT(name, words, place) {#name, WORD_ROLE, words, 0, 0, 0, place, NULL},
+#define WISH_ARGUMENT(name) {#name, WISH_ROLE, NULL, 0, 0, 0, NOWHERE, NULL},
+#define RESULT_ARGUMENT(name, axes, kind, where, view) {#name, RESULT_ROLE, axes, kind, where, 0, view, NULL},
+#define RETURNED(name, axes, kind, condition, view) {#name, RESULT_ROLE, axes, kind, APART, 0, view, #condition},
+/* name_arguments and name_returned: the latter with an empty row at its end, because most tables return nothing else.
+ */
+#define ARGUMENT_ROWS(name, TABLE)                                                                                     \
+    static const struct cattn_argument name##_arguments[] = {                                                          \
+        TABLE(ARRAY_ARGUMENT, NUMBER_ARGUMENT, WORD_ARGUMENT, WISH_ARGUMENT, RESULT_ARGUMENT, NO_SLOT)};               \
+    static const struct cattn_argument name##_returned[] = {                                                           \
+        TABLE(NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT, RETURNED){0}};
+#define COUNT_OF(rows) ((int)(sizeof(rows) / sizeof *(rows)))
+
 /* Where the params of a function have what all of them have; NOWHERE if they lack it. */
 struct cattn_places {
     size_t dtype, storage, num_threads, poll, n_batch_dims, batch_shape;
@@ -297,8 +312,9 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
 
 /* ---- functions ---- */
 
-/* F(name, TABLE, main, params, compute, set, ...): the main array, whose axes the call has, or NO_MAIN; the function of
- * the core with its params; a statement that sets what is no argument; and members of struct cattn_function. */
+/* F(name, TABLE, main, params, places, compute, set, ...): the main array, whose axes the call has, or NO_MAIN; the
+ * params, and their struct cattn_places; the function of the core; a statement that sets what is no argument; and
+ * members of struct cattn_function. */
 #define NORM_PLACES ROWS(norm, IN(norm, storage), NOWHERE)
 #define NORM_BACKWARD_PLACES ROWS(norm_backward, NOWHERE, NOWHERE)
 #define ACTIVATION_PLACES ROWS(activation, IN(activation, storage), NOWHERE)
@@ -316,44 +332,42 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
      .poll = IN(linear_attention_backward, forward.poll),                                                              \
      .is_new = NOWHERE}
 #define FUNCTIONS(F)                                                                                                   \
-    F(softmax, SOFTMAX_ARGUMENTS, x, softmax, cattn_softmax, (void)p, .places = SOFTMAX_PLACES,                        \
+    F(softmax, SOFTMAX_ARGUMENTS, x, softmax, SOFTMAX_PLACES, cattn_softmax, (void)p,                                  \
       .over_axes = HELPER(softmax_axes))                                                                               \
-    F(masked_softmax, MASKED_SOFTMAX_ARGUMENTS, scores, softmax, cattn_softmax, (void)p, .places = SOFTMAX_PLACES,     \
+    F(masked_softmax, MASKED_SOFTMAX_ARGUMENTS, scores, softmax, SOFTMAX_PLACES, cattn_softmax, (void)p,               \
       .settle = cattn_settle_masked_softmax, .over_axes = HELPER(masked_softmax_axes))                                 \
-    F(softmax_backward, SOFTMAX_BACKWARD_ARGUMENTS, weights, softmax_backward, cattn_softmax_backward, (void)p,        \
-      .places = ROWS(softmax_backward, NOWHERE, NOWHERE), .widens = true)                                              \
-    F(dropout, DROPOUT_ARGUMENTS, x, dropout, cattn_dropout, (void)p,                                                  \
-      .places = ROWS(dropout, IN(dropout, storage), NOWHERE), .settle = cattn_settle_dropout,                          \
-      .run = cattn_run_dropout)                                                                                        \
-    F(rms_norm, RMS_NORM_ARGUMENTS, x, norm, cattn_norm, (void)p, .places = NORM_PLACES)                               \
-    F(layer_norm, LAYER_NORM_ARGUMENTS, x, norm, cattn_norm, p->centred = true, .places = NORM_PLACES)                 \
-    F(rms_norm_backward, RMS_NORM_BACKWARD_ARGUMENTS, x, norm_backward, cattn_norm_backward, (void)p,                  \
-      .places = NORM_BACKWARD_PLACES, .widens = true)                                                                  \
-    F(layer_norm_backward, LAYER_NORM_BACKWARD_ARGUMENTS, x, norm_backward, cattn_norm_backward, p->centred = true,    \
-      .places = NORM_BACKWARD_PLACES, .widens = true)                                                                  \
-    F(gelu, GELU_ARGUMENTS, x, activation, cattn_activate, (void)p, .places = ACTIVATION_PLACES)                       \
-    F(gelu_backward, GELU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, (void)p, .places = ACTIVATION_PLACES)     \
-    F(silu, SILU_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU, .places = ACTIVATION_PLACES)         \
-    F(silu_backward, SILU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU,                    \
-      .places = ACTIVATION_PLACES)                                                                                     \
-    F(linear, LINEAR_ARGUMENTS, NO_MAIN, product, cattn_product, p->n_batch = 1, .places = PRODUCT_PLACES,             \
+    F(softmax_backward, SOFTMAX_BACKWARD_ARGUMENTS, weights, softmax_backward,                                         \
+      ROWS(softmax_backward, NOWHERE, NOWHERE), cattn_softmax_backward, (void)p, .widens = true)                       \
+    F(dropout, DROPOUT_ARGUMENTS, x, dropout, ROWS(dropout, IN(dropout, storage), NOWHERE), cattn_dropout, (void)p,    \
+      .settle = cattn_settle_dropout, .run = cattn_run_dropout)                                                        \
+    F(rms_norm, RMS_NORM_ARGUMENTS, x, norm, NORM_PLACES, cattn_norm, (void)p, .settle = NULL)                         \
+    F(layer_norm, LAYER_NORM_ARGUMENTS, x, norm, NORM_PLACES, cattn_norm, p->centred = true, .settle = NULL)           \
+    F(rms_norm_backward, RMS_NORM_BACKWARD_ARGUMENTS, x, norm_backward, NORM_BACKWARD_PLACES, cattn_norm_backward,     \
+      (void)p, .widens = true)                                                                                         \
+    F(layer_norm_backward, LAYER_NORM_BACKWARD_ARGUMENTS, x, norm_backward, NORM_BACKWARD_PLACES, cattn_norm_backward, \
+      p->centred = true, .widens = true)                                                                               \
+    F(gelu, GELU_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, (void)p, .settle = NULL)                 \
+    F(gelu_backward, GELU_BACKWARD_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, (void)p,               \
+      .settle = NULL)                                                                                                  \
+    F(silu, SILU_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, p->which = CATTN_SILU, .settle = NULL)   \
+    F(silu_backward, SILU_BACKWARD_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, p->which = CATTN_SILU, \
+      .settle = NULL)                                                                                                  \
+    F(linear, LINEAR_ARGUMENTS, NO_MAIN, product, PRODUCT_PLACES, cattn_product, p->n_batch = 1,                       \
       .take = cattn_take_weight, .settle = cattn_settle_linear, .make = cattn_make_linear,                             \
       .work = cattn_work_of_product)                                                                                   \
-    F(rope, ROPE_ARGUMENTS, x, rope, cattn_rope, (void)p, .places = TOKENS(rope, n_cols), .settle = cattn_settle_rope) \
-    F(causal_conv, CAUSAL_CONV_ARGUMENTS, x, conv, cattn_causal_conv, (void)p, .places = TOKENS(conv, n_channels),     \
+    F(rope, ROPE_ARGUMENTS, x, rope, TOKENS(rope, n_cols), cattn_rope, (void)p, .settle = cattn_settle_rope)           \
+    F(causal_conv, CAUSAL_CONV_ARGUMENTS, x, conv, TOKENS(conv, n_channels), cattn_causal_conv, (void)p,               \
       .settle = cattn_settle_conv, .make = cattn_make_conv, .work = cattn_work_of_conv, .build = cattn_build_conv)     \
-    F(linear_attention, LINEAR_ATTENTION_ARGUMENTS, NO_MAIN, linear_attention, cattn_linear_attention, (void)p,        \
-      .places = TOKENS(linear_attention, d_v), .settle = cattn_settle_linear_attention,                                \
-      .make = cattn_make_linear_attention, .work = cattn_work_of_linear_attention,                                     \
-      .build = cattn_build_linear_attention)
+    F(linear_attention, LINEAR_ATTENTION_ARGUMENTS, NO_MAIN, linear_attention, TOKENS(linear_attention, d_v),          \
+      cattn_linear_attention, (void)p, .settle = cattn_settle_linear_attention, .make = cattn_make_linear_attention,   \
+      .work = cattn_work_of_linear_attention, .build = cattn_build_linear_attention)
 /* Functions for Python code of the package alone. */
 #define PRIVATE_FUNCTIONS(F)                                                                                           \
-    F(product, PRODUCT_ARGUMENTS, NO_MAIN, product, cattn_product, (void)p, .places = PRODUCT_PLACES,                  \
+    F(product, PRODUCT_ARGUMENTS, NO_MAIN, product, PRODUCT_PLACES, cattn_product, (void)p,                            \
       .settle = cattn_settle_product, .make = cattn_make_product, .work = cattn_work_of_product)                       \
-    F(linear_gradients, LINEAR_GRADIENTS_ARGUMENTS, NO_MAIN, linear_attention_backward,                                \
-      cattn_linear_attention_backward, (void)p, .places = LINEAR_GRADIENTS_PLACES,                                     \
-      .settle = cattn_settle_linear_gradients, .make = cattn_make_linear_gradients,                                    \
-      .work = cattn_work_of_linear_gradients)
+    F(linear_gradients, LINEAR_GRADIENTS_ARGUMENTS, NO_MAIN, linear_attention_backward, LINEAR_GRADIENTS_PLACES,       \
+      cattn_linear_attention_backward, (void)p, .settle = cattn_settle_linear_gradients,                               \
+      .make = cattn_make_linear_gradients, .work = cattn_work_of_linear_gradients)
 
 #define FUNCTION_INDEX(name, ...) FUNCTION_##name,
 enum { FUNCTIONS(FUNCTION_INDEX) PRIVATE_FUNCTIONS(FUNCTION_INDEX) N_FUNCTIONS };

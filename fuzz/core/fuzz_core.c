@@ -153,8 +153,8 @@ static void check_attention(const struct problem *problem) {
 
 /* Dropped elements must be +0, also NaN and negative ones. */
 static void check_dropped(const struct problem *problem) {
-    const struct part *mask = &problem->parts[1], *out = &problem->parts[problem->result];
-    for (struct cursor c = walk(&out->array); mask->letters && problem->result == 2 && c.more; step(&c)) {
+    const struct part *mask = &problem->parts[2], *out = &problem->parts[problem->result];
+    for (struct cursor c = walk(&out->array); mask->present && c.more; step(&c)) {
         const double kept = number_at(&mask->array, offset_of(&mask->array, c.index));
         const double x = number_at(&out->array, c.offset);
         if (kept != 0 && kept != 1)
@@ -321,7 +321,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     uint64_t *right[N_PARTS] = {NULL};
     uint8_t after[CATTN_TORCH_STATE_BYTES], again[CATTN_TORCH_STATE_BYTES];
     free_memory();
-    const struct kind *kind = &kinds[choose(&s, N_KINDS)];
+    const struct kind *kind = &kinds[choose(&s, (uint64_t)n_kinds)];
     const uint64_t large = choose(&s, 128); /* several blocks of queries and keys; rare, because it takes so long */
     s.budget = large == 127 ? 250000 : budgets[large % 4];
     choose_ways(&s, &two); /* first, so that short inputs choose them too */

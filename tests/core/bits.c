@@ -117,7 +117,7 @@ int main(int argc, char **argv) {
         return 2;
     }
     for (int64_t i = atoll(argv[2]); i < atoll(argv[3]); i++)
-        for (int kind = 0; kind < N_KINDS; kind++)
+        for (int kind = 0; kind < n_kinds; kind++)
             agree = print_problem(&kinds[kind], i) && agree;
     return agree ? 0 : 1;
 }

@@ -4,153 +4,263 @@
 #include <math.h>
 #include <string.h>
 
+#include "call/functions.h"
 #include "problem.h"
 
-/* ---- rows ---- */
+/* ---- functions of call/functions.h ---- */
 
-static const int64_t COLUMNS[] = {0,  1,  2,  5,   7,   8,   9,   15,  16,  17,   31,   33,
-                                  64, 65, 66, 127, 129, 500, 511, 512, 513, 1023, 1025, 2050};
+/* A row of the table. */
+struct function {
+    const char *main;
+    const struct cattn_argument *arguments, *returned;
+    int n_arguments, n_returned;
+    struct cattn_places places;
+    void (*set)(void *params);
+    enum cattn_status (*compute)(const void *params);
+};
+#define FUNCTION_ROWS(name, TABLE, main, params_of, places, function, statement, ...)                                  \
+    ARGUMENT_ROWS(name, TABLE)                                                                                         \
+    static void set_##name(void *params) {                                                                             \
+        struct cattn_##params_of##_params *p = params;                                                                 \
+        (void)p;                                                                                                       \
+        statement;                                                                                                     \
+    }                                                                                                                  \
+    static enum cattn_status compute_##name(const void *params) { return function(params); }
+#define FUNCTION(name, TABLE, main, params_of, places, ...)                                                            \
+    {#main,  name##_arguments, name##_returned, COUNT_OF(name##_arguments), COUNT_OF(name##_returned) - 1,             \
+     places, set_##name,       compute_##name},
+FUNCTIONS(FUNCTION_ROWS)
+static const struct function functions[] = {FUNCTIONS(FUNCTION)};
 
-/* The rows of an array: its last axis is the columns. */
-struct rows {
+/* A call of one of them. */
+struct call {
+    const struct function *function;
+    void *params;
     enum cattn_dtype dtype;
-    enum cattn_storage storage;
-    enum element element;
+    enum element element; /* of STORED arrays */
     enum content content;
-    int n_axes;
-    int64_t dims[MAX_AXES], n_rows, n_cols;
+    const char *main;       /* axes of the main array */
+    int n_axes;             /* of it */
+    int64_t dims[MAX_AXES]; /* of it */
+    int64_t sizes['Z' + 1]; /* of axes by letters */
+    int n_alike;            /* inputs so far that the result may overwrite */
 };
 
-static struct rows choose_rows(struct source *s, struct problem *problem, bool halves) {
-    static const int64_t sizes[] = {1, 2, 3, 5, 17, 33, 40, 0};
-    struct rows rows = {.n_rows = 1, .storage = CATTN_STORED_PLAIN};
-    const double most = fmin(s->budget / 4 + 2000, 60000);
-    rows.element = choose_type(s, problem, halves, &rows.dtype, halves ? &rows.storage : NULL);
-    rows.n_axes = 1 + (int)choose(s, 4);
-    rows.n_cols = CHOOSE_FROM(s, COLUMNS);
-    for (int axis = 0; axis < rows.n_axes - 1; axis++) {
-        rows.dims[axis] = CHOOSE_FROM(s, sizes);
-        if ((double)(rows.n_rows * rows.dims[axis] * (rows.n_cols + 1)) > most)
-            rows.dims[axis] = 1;
-        rows.n_rows *= rows.dims[axis];
+static int own_axes(const char *axes) { return (int)strlen(axes) - (*axes == '*'); }
+
+static int shape_of(const struct call *call, const char *axes, int64_t *dims) {
+    int n = 0;
+    for (; *axes == '*' && n < call->n_axes - own_axes(call->main); n++)
+        dims[n] = call->dims[n];
+    for (axes += *axes == '*'; *axes; axes++)
+        dims[n++] = call->sizes[(unsigned char)*axes];
+    return n;
+}
+
+/* The letters of problem.h. */
+static const char *letters_of(const struct call *call, const char *axes) {
+    const int n = own_axes(axes);
+    if (call->function->places.rows == NOWHERE)
+        return "C";
+    return n == 2 ? "RC" : n == 0 ? "" : axes[strlen(axes) - 1] == 'T' ? "R" : "C";
+}
+
+/* Near and far positions, whole and between, below 2^53. */
+static void fill_positions(struct source *s, struct array *array) {
+    for (int64_t i = 0; i < array->span; i++) {
+        const uint64_t word = split_mix(&s->noise);
+        const double position = ldexp((double)(int64_t)(word >> 8 & 0xfff) - 2048, (int)(word % 42) - 2);
+        set_number(array, i - array->low, word >> 62 ? nearbyint(position) : position);
     }
-    rows.dims[rows.n_axes - 1] = rows.n_cols;
-    say(problem, " %dx%d", (int)rows.n_rows, (int)rows.n_cols);
-    rows.content = choose_content(s, problem);
-    return rows;
+    array->sum = sum_of(array);
 }
 
-/* The members that all params of rows have. */
-#define SET_ROWS(params, rows)                                                                                         \
-    do {                                                                                                               \
-        (params)->dtype = (rows)->dtype;                                                                               \
-        (params)->n_batch_dims = (rows)->n_axes - 1;                                                                   \
-        memcpy((params)->batch_shape, (rows)->dims, sizeof(rows)->dims);                                               \
-        (params)->n_rows = (rows)->n_rows;                                                                             \
-        (params)->n_cols = (rows)->n_cols;                                                                             \
-    } while (0)
-
-static struct part *add(struct source *s, struct problem *problem, const char *name, struct cattn_tensor *tensor,
-                        enum role role, enum element element, const struct rows *rows) {
-    const unsigned broadcast = role == INPUT ? choose_broadcast(s, rows->n_axes) : 0;
-    struct array array = make_array(s, role, element, rows->n_axes, rows->dims, broadcast);
-    if (role == INPUT)
-        fill_numbers(s, &array, rows->content);
-    return add_part(problem, problem->n_parts, name, "C", tensor, array);
-}
-
-/* One number for each column: a weight, a bias or its gradient. */
-static void add_columns(struct source *s, struct problem *problem, const char *name, struct cattn_tensor *tensor,
-                        enum role role, const struct rows *rows) {
-    struct rows columns = {.n_axes = 1, .dims = {rows->n_cols}};
-    add(s, problem, name, tensor, role, computed_element(rows->dtype), &columns);
-}
-
-static struct part *add_mask(struct source *s, struct problem *problem, struct cattn_tensor *tensor,
-                             const struct rows *rows) {
+static void fill(struct source *s, const struct call *call, struct array *array, int kind) {
     static const uint64_t hidden[] = {16, 2, 1};
-    struct part *mask = add(s, problem, "mask", tensor, INPUT, BYTE, rows);
-    fill_integers(s, &mask->array, 1, 1);
-    set_some(s, &mask->array, CHOOSE_FROM(s, hidden), 0);
-    say(problem, " mask");
-    return mask;
-}
-
-/* The last part is the result; it may lie in the memory of the first `n` parts. */
-static void may_share(struct problem *problem, int n) {
-    problem->result = problem->n_parts - 1;
-    problem->shareable[0] = n > 0 ? 0 : -1;
-    problem->shareable[1] = n > 1 ? 1 : -1;
-}
-
-#define RUN(name, function)                                                                                            \
-    static enum cattn_status run_##name(struct source *s, struct problem *problem, const struct way *way) {            \
-        (void)s;                                                                                                       \
-        problem->of.name.num_threads = way->num_threads;                                                               \
-        return function(&problem->of.name);                                                                            \
+    if (kind == BOOLS) {
+        fill_integers(s, array, 1, 1);
+        set_some(s, array, CHOOSE_FROM(s, hidden), 0);
+    } else if (kind == POSITIONS) {
+        fill_positions(s, array);
+    } else if (kind == QUERY_COUNTS) {
+        fill_integers(s, array, 0, call->sizes['T']);
+    } else {
+        fill_numbers(s, array, call->content);
     }
-RUN(softmax, cattn_softmax)
-RUN(softmax_backward, cattn_softmax_backward)
-RUN(dropout, cattn_dropout)
-RUN(rope, cattn_rope)
-RUN(norm, cattn_norm)
-RUN(norm_backward, cattn_norm_backward)
-RUN(activation, cattn_activate)
-
-static void choose_softmax_backward(struct source *s, struct problem *problem) {
-    struct cattn_softmax_backward_params *p = &problem->of.softmax_backward;
-    const struct rows rows = choose_rows(s, problem, false);
-    SET_ROWS(p, &rows);
-    p->scale = 0.5;
-    problem->run = run_softmax_backward;
-    add(s, problem, "grad", &p->grad, INPUT, rows.element, &rows);
-    add(s, problem, "weights", &p->weights, INPUT, rows.element, &rows);
-    add(s, problem, "out", &p->out, OUTPUT, rows.element, &rows);
-    may_share(problem, 2);
 }
 
-static void choose_softmax(struct source *s, struct problem *problem) {
-    static const double scales[] = {1, 0.5, -1, 0, 30};
-    struct cattn_softmax_params *p = &problem->of.softmax;
-    if (one_in(s, 3)) {
-        say(problem, " backward");
-        choose_softmax_backward(s, problem);
+static const struct part *add_argument(struct source *s, struct problem *problem, const struct call *call,
+                                       const struct cattn_argument *row, enum role role) {
+    const enum element element = row->kind == STORED         ? call->element
+                                 : row->kind == BOOLS        ? BYTE
+                                 : row->kind == POSITIONS    ? F64
+                                 : row->kind == QUERY_COUNTS ? INT64
+                                                             : computed_element(call->dtype);
+    int64_t dims[MAX_AXES];
+    const int n = shape_of(call, row->axes, dims);
+    unsigned broadcast = role == INPUT ? choose_broadcast(s, n) : 0;
+    if (row->kind == POSITIONS) /* each token has its own */
+        broadcast &= ~(1u << (n - 1));
+    struct array array = make_array(s, role, element, n, dims, broadcast);
+    if (role == INPUT)
+        fill(s, call, &array, row->kind);
+    if (row->need == OPTIONAL)
+        say(problem, " %s", row->name);
+    return add_part(problem, problem->n_parts, row->name, letters_of(call, row->axes),
+                    &CATTN_AT(struct cattn_tensor, call->params, row->place), array);
+}
+
+static bool is_present(const struct problem *problem, const char *name) {
+    for (int i = 0; i < problem->n_parts; i++)
+        if (strcmp(problem->parts[i].name, name) == 0)
+            return true;
+    return false;
+}
+
+/* The sizes, dtype and contents, of the main array. */
+static void choose_sizes(struct source *s, struct problem *problem, struct call *call) {
+    static const int64_t columns[] = {0,  1,  2,  5,   7,   8,   9,   15,  16,  17,   31,   33,
+                                      64, 65, 66, 127, 129, 500, 511, 512, 513, 1023, 1025, 2050};
+    static const int64_t sizes[] = {1, 2, 3, 5, 17, 33, 40, 0};
+    const struct cattn_places *places = &call->function->places;
+    const double most = fmin(s->budget / 4 + 2000, 60000);
+    const bool has_rows = places->rows != NOWHERE, has_storage = places->storage != NOWHERE;
+    enum cattn_storage storage = CATTN_STORED_PLAIN;
+    struct cattn_array main = {.nd = 1 + has_rows + (int)choose(s, 4 - has_rows)};
+    int64_t n_rows = 1;
+    call->element = choose_type(s, problem, has_storage, &call->dtype, has_storage ? &storage : NULL);
+    main.dims[main.nd - 1] = CHOOSE_FROM(s, columns);
+    for (int axis = 0; axis < main.nd - 1; axis++) {
+        main.dims[axis] = CHOOSE_FROM(s, sizes);
+        if ((double)(n_rows * main.dims[axis] * (main.dims[main.nd - 1] + 1)) > most)
+            main.dims[axis] = 1;
+        n_rows *= main.dims[axis];
+    }
+    say(problem, " %dx%d", (int)n_rows, (int)main.dims[main.nd - 1]);
+    call->content = choose_content(s, problem);
+    call->n_axes = main.nd;
+    memcpy(call->dims, main.dims, sizeof call->dims);
+    for (int i = own_axes(call->main); i > 0; i--)
+        call->sizes[(unsigned char)call->main[strlen(call->main) - (size_t)i]] = main.dims[main.nd - i];
+    CATTN_AT(enum cattn_dtype, call->params, places->dtype) = call->dtype;
+    if (has_storage)
+        CATTN_AT(enum cattn_storage, call->params, places->storage) = storage;
+    cattn_fill_sizes(places, &main, main.nd - 1, call->params);
+}
+
+static void choose_number(struct source *s, struct problem *problem, const struct cattn_argument *row, void *place) {
+    static const double factors[] = {1, 0.5, -1, 0, 30}, bases[] = {10000, 1.5, 500000, 1e300};
+    int n_words = 1;
+    if (row->role == WORD_ROLE) {
+        for (const char *c = row->axes; *c; c++)
+            n_words += *c == '|';
+        say(problem, " %s %d", row->name, *(int *)place = (int)choose(s, (uint64_t)n_words));
+    } else if (row->kind == FLAG) {
+        *(bool *)place = one_in(s, 2);
+        say(problem, *(bool *)place ? " %s" : "", row->name);
+    } else {
+        *(double *)place = row->kind == REAL   ? CHOOSE_FROM(s, factors)
+                           : row->kind == BASE ? CHOOSE_FROM(s, bases)
+                           : one_in(s, 2)      ? 1e-6
+                                               : 0;
+    }
+}
+
+/* A result with the axes of the main array may lie in the memory of the inputs that have them. */
+static void add_result(struct source *s, struct problem *problem, const struct call *call,
+                       const struct cattn_argument *row) {
+    add_argument(s, problem, call, row, OUTPUT);
+    if (strcmp(row->axes, call->main) == 0 && row->kind == STORED) {
+        problem->result = problem->n_parts - 1;
+        if (row->condition == NULL && row->fits == APART)
+            problem->shareable[0] = problem->shareable[1] = -1;
+    }
+}
+
+static enum cattn_status run_function(struct source *s, struct problem *problem, const struct way *way) {
+    const struct function *function = &functions[problem->kind->function];
+    (void)s;
+    CATTN_AT(int, &problem->of, function->places.num_threads) = way->num_threads;
+    return function->compute(&problem->of);
+}
+
+/* What the rows do not say comes after the sizes and the numbers, before the arrays. */
+typedef void settle(struct source *s, struct problem *problem, struct call *call);
+static settle settle_softmax, settle_masked_softmax, settle_dropout, settle_rope, settle_conv;
+static settle *const SETTLE[N_FUNCTIONS] = {
+    [FUNCTION_softmax] = settle_softmax,  [FUNCTION_masked_softmax] = settle_masked_softmax,
+    [FUNCTION_dropout] = settle_dropout,  [FUNCTION_rope] = settle_rope,
+    [FUNCTION_causal_conv] = settle_conv,
+};
+/* Functions without a main array choose all by themselves. */
+typedef void choose_whole(struct source *s, struct problem *problem);
+static choose_whole choose_product;
+static choose_whole *const WHOLE[N_FUNCTIONS] = {[FUNCTION_linear] = choose_product,
+                                                 [FUNCTION_linear_attention] = choose_linear_attention};
+
+static void choose_function(struct source *s, struct problem *problem) {
+    const int which = problem->kind->function;
+    const struct function *function = &functions[which];
+    struct call call = {.function = function, .params = &problem->of};
+    const struct cattn_argument *row;
+    if (WHOLE[which]) {
+        WHOLE[which](s, problem);
         return;
     }
-    const struct rows rows = choose_rows(s, problem, true);
-    SET_ROWS(p, &rows);
-    p->storage = rows.storage;
-    p->scale = CHOOSE_FROM(s, scales);
-    p->method = s->has_bytes && one_in(s, 4) ? CATTN_SOFTMAX_RENORMALIZE : CATTN_SOFTMAX_PLAIN;
-    p->is_causal = rows.n_axes > 1 && one_in(s, 3);
+    for (row = function->arguments; strcmp(row->name, function->main) != 0; row++)
+        ;
+    call.main = row->axes;
+    problem->run = run_function;
+    problem->shareable[0] = problem->shareable[1] = -1;
+    function->set(call.params);
+    choose_sizes(s, problem, &call);
+    for (row = function->arguments; row < function->arguments + function->n_arguments; row++)
+        if ((row->role == NUMBER_ROLE || row->role == WORD_ROLE) && row->place != NOWHERE)
+            choose_number(s, problem, row, (char *)call.params + row->place);
+    if (SETTLE[which])
+        SETTLE[which](s, problem, &call);
+    for (row = function->arguments; row < function->arguments + function->n_arguments; row++) {
+        if (row->role != ARRAY_ROLE || row->place == NOWHERE || (row->need == OPTIONAL && one_in(s, 2)))
+            continue;
+        if (strcmp(row->axes, call.main) == 0 && row->kind == STORED && call.n_alike < 2)
+            problem->shareable[call.n_alike++] = problem->n_parts;
+        add_argument(s, problem, &call, row, INPUT);
+    }
+    for (row = function->arguments; row < function->arguments + function->n_arguments; row++)
+        if (row->role == RESULT_ROLE && (strcmp(row->name, "out") == 0 || one_in(s, 2)))
+            add_result(s, problem, &call, row);
+    for (row = function->returned; row < function->returned + function->n_returned; row++)
+        if (strcmp(row->condition, "ALWAYS") == 0 || is_present(problem, row->condition) ||
+            (row->kind == BOOLS && !one_in(s, 3)))
+            add_result(s, problem, &call, row);
+}
+
+/* ---- what their rows do not say ---- */
+
+static void settle_softmax(struct source *s, struct problem *problem, struct call *call) {
+    (void)s;
+    (void)call;
+    problem->checks = WEIGHTS_OF_SOFTMAX;
+}
+
+static void settle_masked_softmax(struct source *s, struct problem *problem, struct call *call) {
+    struct cattn_softmax_params *p = call->params;
+    if (!s->has_bytes && p->method != CATTN_SOFTMAX_PLAIN) { /* the bit contract leaves it out */
+        p->method = CATTN_SOFTMAX_PLAIN;
+        say(problem, ", now 0");
+    }
+    p->is_causal = call->n_axes > 1 && one_in(s, 3);
     if (p->is_causal)
-        choose_ranges(s, problem, &p->ranges, rows.dims[rows.n_axes - 2], rows.n_cols);
-    problem->run = run_softmax;
+        choose_ranges(s, problem, &p->ranges, call->dims[call->n_axes - 2], p->n_cols);
     problem->checks = WEIGHTS_OF_SOFTMAX;
     problem->is_renormalized = p->method == CATTN_SOFTMAX_RENORMALIZE;
-    add(s, problem, "x", &p->x, INPUT, rows.element, &rows);
-    if (one_in(s, 2))
-        add_mask(s, problem, &p->mask, &rows);
-    add(s, problem, "out", &p->out, OUTPUT, rows.element, &rows);
-    may_share(problem, 1);
 }
 
-static void choose_dropout_of_rows(struct source *s, struct problem *problem) {
-    struct cattn_dropout_params *p = &problem->of.dropout;
-    const struct rows rows = choose_rows(s, problem, true);
-    SET_ROWS(p, &rows);
-    p->storage = rows.storage;
+static void settle_dropout(struct source *s, struct problem *problem, struct call *call) {
+    struct cattn_dropout_params *p = call->params;
     choose_dropout(s, problem, &p->dropout, true);
-    problem->run = run_dropout;
     problem->checks = DROPPED;
-    add(s, problem, "x", &p->x, INPUT, rows.element, &rows);
-    if (!one_in(s, 3))
-        add(s, problem, "mask", &p->mask, OUTPUT, BYTE, &rows);
-    add(s, problem, "out", &p->out, OUTPUT, rows.element, &rows);
-    may_share(problem, 1);
 }
-
-/* ---- rotary positions ---- */
 
 /* One statement for each number: C does not fix the order in which initialisers are evaluated. */
 static void choose_scaling(struct source *s, struct cattn_rope_scaling *scaling) {
@@ -167,116 +277,26 @@ static void choose_scaling(struct source *s, struct cattn_rope_scaling *scaling)
     scaling->mscale_all_dim = one_in(s, 2) ? 1.5 : 0;
 }
 
-/* Positions of all tokens, or of fewer that broadcast: near and far ones, whole and between, below 2^53. */
-static void choose_positions(struct source *s, struct problem *problem, const struct rows *rows) {
-    struct cattn_rope_params *p = &problem->of.rope;
-    const int n = rows->n_axes - 1;
-    struct array array = make_array(s, INPUT, F64, n, rows->dims, choose_broadcast(s, n) & ((1u << (n - 1)) - 1));
-    for (int64_t i = 0; i < array.span; i++) {
-        const uint64_t word = split_mix(&s->noise);
-        const double position = ldexp((double)(int64_t)(word >> 8 & 0xfff) - 2048, (int)(word % 42) - 2);
-        set_number(&array, i - array.low, word >> 62 ? nearbyint(position) : position);
-        p->length = fmax(p->length, number_at(&array, i - array.low) + 1);
-    }
-    array.sum = sum_of(&array);
-    add_part(problem, problem->n_parts, "positions", "R", &p->positions, array);
-    say(problem, " positions");
-}
-
-static void choose_rope(struct source *s, struct problem *problem) {
-    static const double thetas[] = {10000, 1.5, 500000, 1e300};
-    struct cattn_rope_params *p = &problem->of.rope;
-    struct rows rows = choose_rows(s, problem, true);
-    if (rows.n_axes == 1) { /* a matrix of one row */
-        rows.dims[1] = rows.n_cols;
-        rows.dims[0] = 1;
-        rows.n_axes = 2;
-    }
-    p->dtype = rows.dtype;
-    p->storage = rows.storage;
-    p->n_batch_dims = rows.n_axes - 2;
-    memcpy(p->batch_shape, rows.dims, sizeof rows.dims);
-    p->seqlen = rows.dims[rows.n_axes - 2];
-    p->n_batch = 1;
-    for (int d = 0; d < p->n_batch_dims; d++)
-        p->n_batch *= p->batch_shape[d];
-    p->n_cols = rows.n_cols;
-    p->rotary_dim = one_in(s, 2) ? rows.n_cols / 2 * 2 : between(s, 0, rows.n_cols / 2) * 2;
-    p->interleaved = one_in(s, 2);
-    p->inverse = one_in(s, 2);
-    p->theta = CHOOSE_FROM(s, thetas);
+static void settle_rope(struct source *s, struct problem *problem, struct call *call) {
+    struct cattn_rope_params *p = call->params;
+    p->rotary_dim = one_in(s, 2) ? p->n_cols / 2 * 2 : between(s, 0, p->n_cols / 2) * 2;
     choose_scaling(s, &p->scaling);
     if (p->scaling.type == CATTN_ROPE_DYNAMIC && p->rotary_dim < 4)
         p->scaling.type = CATTN_ROPE_DEFAULT;
-    p->length = (double)p->seqlen;
+    p->length = one_in(s, 2) ? (double)p->seqlen : (double)between(s, 0, 1 << 20);
     say(problem, " %d rotated, scaling %d", (int)p->rotary_dim, (int)p->scaling.type);
-    problem->run = run_rope;
-    add(s, problem, "x", &p->x, INPUT, rows.element, &rows)->letters = "RC";
-    if (one_in(s, 2))
-        choose_positions(s, problem, &rows);
-    add(s, problem, "out", &p->out, OUTPUT, rows.element, &rows)->letters = "RC";
-    may_share(problem, 1);
 }
 
-/* ---- norms and activations ---- */
-
-static void choose_norm_backward(struct source *s, struct problem *problem) {
-    struct cattn_norm_backward_params *p = &problem->of.norm_backward;
-    const struct rows rows = choose_rows(s, problem, false);
-    SET_ROWS(p, &rows);
-    p->eps = 1e-3;
-    p->centred = one_in(s, 2);
-    problem->run = run_norm_backward;
-    add(s, problem, "grad", &p->grad, INPUT, rows.element, &rows);
-    add(s, problem, "x", &p->x, INPUT, rows.element, &rows);
-    if (one_in(s, 2)) {
-        add_columns(s, problem, "weight", &p->weight, INPUT, &rows);
-        add_columns(s, problem, "grad_weight", &p->grad_weight, OUTPUT, &rows);
-    }
-    if (p->centred)
-        add_columns(s, problem, "grad_bias", &p->grad_bias, OUTPUT, &rows);
-    add(s, problem, "grad_x", &p->grad_x, OUTPUT, rows.element, &rows);
-    may_share(problem, 2);
-    say(problem, p->centred ? " centred" : "");
-}
-
-static void choose_norm(struct source *s, struct problem *problem) {
-    struct cattn_norm_params *p = &problem->of.norm;
-    if (one_in(s, 2)) {
-        say(problem, " backward");
-        choose_norm_backward(s, problem);
-        return;
-    }
-    const struct rows rows = choose_rows(s, problem, true);
-    SET_ROWS(p, &rows);
-    p->storage = rows.storage;
-    p->eps = one_in(s, 2) ? 1e-6 : 0;
-    p->centred = one_in(s, 2);
-    problem->run = run_norm;
-    add(s, problem, "x", &p->x, INPUT, rows.element, &rows);
-    if (one_in(s, 2))
-        add_columns(s, problem, "weight", &p->weight, INPUT, &rows);
-    if (one_in(s, 2))
-        add_columns(s, problem, "bias", &p->bias, INPUT, &rows);
-    add(s, problem, "out", &p->out, OUTPUT, rows.element, &rows);
-    may_share(problem, 1);
-    say(problem, p->centred ? " centred" : "");
-}
-
-static void choose_activation(struct source *s, struct problem *problem) {
-    struct cattn_activation_params *p = &problem->of.activation;
-    const struct rows rows = choose_rows(s, problem, true);
-    SET_ROWS(p, &rows);
-    p->storage = rows.storage;
-    p->which = (enum cattn_activation)choose(s, CATTN_SILU + 1);
-    const bool has_grad = one_in(s, 2);
-    problem->run = run_activation;
-    add(s, problem, "x", &p->x, INPUT, rows.element, &rows);
-    if (has_grad)
-        add(s, problem, "grad", &p->grad, INPUT, rows.element, &rows);
-    add(s, problem, "out", &p->out, OUTPUT, rows.element, &rows);
-    may_share(problem, has_grad ? 2 : 1);
-    say(problem, " function %d%s", (int)p->which, has_grad ? " backward" : "");
+static void settle_conv(struct source *s, struct problem *problem, struct call *call) {
+    struct cattn_conv_params *p = call->params;
+    p->n_batch = 1; /* also beside a size of 0 */
+    for (int d = 0; d < p->n_batch_dims; d++)
+        p->n_batch *= p->batch_shape[d];
+    p->width = call->sizes['K'] = between(s, 1, 5);
+    call->sizes['S'] = p->width - 1;
+    p->length = one_in(s, 3) ? between(s, 0, p->seqlen) : p->seqlen;
+    p->silu = one_in(s, 2);
+    say(problem, " width %d%s", (int)p->width, p->silu ? " silu" : "");
 }
 
 /* ---- products of matrices ---- */
@@ -391,7 +411,8 @@ static void choose_mask(struct source *s, struct problem *problem) {
     problem->run = run_mask;
     problem->checks = VISIBLE;
     add_part(problem, 0, "mask", "RC", NULL, make_array(s, RESULT, BYTE, 2, dims, 0));
-    may_share(problem, 0);
+    problem->result = 0;
+    problem->shareable[0] = problem->shareable[1] = -1;
 }
 
 /* ---- PyTorch's random numbers ---- */
@@ -456,27 +477,20 @@ static void choose_stream(struct source *s, struct problem *problem) {
 
 /* ---- all of them ---- */
 
-const struct kind kinds[N_KINDS] = {
-    {"attention", choose_attention},
-    {"gathered", choose_gathered},
-    {"packed", choose_packed},
-    {"bf16_products", choose_bf16_products},
-    {"backward", choose_backward},
-    {"jvp", choose_jvp},
-    {"jvp_backward", choose_jvp_backward},
-    {"statistics", choose_statistics},
-    {"choose_keys", choose_keys},
-    {"softmax", choose_softmax},
-    {"dropout", choose_dropout_of_rows},
-    {"rope", choose_rope},
-    {"norm", choose_norm},
-    {"activation", choose_activation},
-    {"product", choose_product},
-    {"mask", choose_mask},
-    {"stream", choose_stream},
-    {"linear_attention", choose_linear_attention},
-    {"causal_conv", choose_causal_conv},
-};
+#define KIND(name, ...) {#name, choose_function, FUNCTION_##name},
+const struct kind kinds[] = {{"attention", choose_attention, -1},
+                             {"gathered", choose_gathered, -1},
+                             {"packed", choose_packed, -1},
+                             {"bf16_products", choose_bf16_products, -1},
+                             {"backward", choose_backward, -1},
+                             {"jvp", choose_jvp, -1},
+                             {"jvp_backward", choose_jvp_backward, -1},
+                             {"statistics", choose_statistics, -1},
+                             {"choose_keys", choose_keys, -1},
+                             {"mask", choose_mask, -1},
+                             {"stream", choose_stream, -1},
+                             FUNCTIONS(KIND)};
+const int n_kinds = COUNT_OF(kinds);
 
 void choose_problem(struct source *s, struct problem *problem, const struct kind *kind) {
     memset(problem, 0, sizeof *problem);

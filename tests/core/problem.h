@@ -202,9 +202,10 @@ struct problem {
 struct kind {
     const char *name;
     void (*choose)(struct source *s, struct problem *problem);
+    int function; /* a row of call/functions.h; or -1 */
 };
-enum { N_KINDS = 19 };
-extern const struct kind kinds[N_KINDS];
+extern const struct kind kinds[];
+extern const int n_kinds;
 
 void choose_problem(struct source *s, struct problem *problem, const struct kind *kind);
 /* Makes the call, after the outputs were cleared. Leaves the caller's rounding direction as it was, or is wrong. */
@@ -237,7 +238,6 @@ void choose_gathered(struct source *s, struct problem *problem);
 void choose_packed(struct source *s, struct problem *problem);
 void choose_bf16_products(struct source *s, struct problem *problem);
 void choose_linear_attention(struct source *s, struct problem *problem);
-void choose_causal_conv(struct source *s, struct problem *problem);
 void choose_backward(struct source *s, struct problem *problem);
 void choose_jvp(struct source *s, struct problem *problem);
 void choose_jvp_backward(struct source *s, struct problem *problem);

@@ -1,10 +1,8 @@
-/* states.c -- problems of linear attention, its gradients, and the short convolution. See problem.h. */
+/* states.c -- problems of linear attention and its gradients. See problem.h. */
 #include <math.h>
 #include <string.h>
 
 #include "problem.h"
-
-/* ---- linear attention ---- */
 
 enum { Q, K, V, DECAYS, BETAS, STATE, LENGTHS, FIRST_RESULT };
 
@@ -197,53 +195,4 @@ void choose_linear_attention(struct source *s, struct problem *problem) {
     if (one_in(s, 2))
         add(s, problem, FIRST_RESULT + 1, "state_out", &p->state_out, OUTPUT, computed_element(p->dtype),
             size_of_states(p, size), content);
-}
-
-/* ---- the short convolution ---- */
-
-static enum cattn_status run_conv(struct source *s, struct problem *problem, const struct way *way) {
-    (void)s;
-    problem->of.conv.num_threads = way->num_threads;
-    return cattn_causal_conv(&problem->of.conv);
-}
-
-static void add_rows(struct source *s, struct problem *problem, int which, const char *name,
-                     struct cattn_tensor *tensor, enum role role, enum element element, int n_axes, const int64_t *dims,
-                     enum content content) {
-    struct array array = make_array(s, role, element, n_axes, dims, role == INPUT ? choose_broadcast(s, n_axes) : 0);
-    if (role == INPUT)
-        fill_numbers(s, &array, content);
-    add_part(problem, which, name, n_axes == 1 ? "C" : "RC", tensor, array);
-}
-
-void choose_causal_conv(struct source *s, struct problem *problem) {
-    static const int64_t channels[] = {1, 2, 7, 16, 17, 33, 255, 257, 300, 0};
-    static const int64_t tokens[] = {1, 2, 3, 17, 60, 0};
-    struct cattn_conv_params *p = &problem->of.conv;
-    const enum element element = choose_type(s, problem, true, &p->dtype, &p->storage);
-    p->n_batch_dims = 1;
-    p->n_batch = p->batch_shape[0] = between(s, 1, 3);
-    p->seqlen = CHOOSE_FROM(s, tokens);
-    p->length = one_in(s, 3) ? between(s, 0, p->seqlen) : p->seqlen;
-    p->n_channels = CHOOSE_FROM(s, channels);
-    p->width = between(s, 1, 5);
-    p->silu = one_in(s, 2);
-    say(problem, " %dx%dx%d, width %d%s", (int)p->n_batch, (int)p->seqlen, (int)p->n_channels, (int)p->width,
-        p->silu ? " silu" : "");
-    const enum content content = choose_content(s, problem);
-    const int64_t rows[] = {p->n_batch, p->seqlen, p->n_channels}, filters[] = {p->n_channels, p->width};
-    const int64_t states[] = {p->n_batch, p->width - 1, p->n_channels};
-    const enum element computed = computed_element(p->dtype);
-    problem->run = run_conv;
-    problem->result = -1;
-    problem->shareable[0] = problem->shareable[1] = -1;
-    add_rows(s, problem, 0, "x", &p->x, INPUT, element, 3, rows, content);
-    add_rows(s, problem, 1, "weight", &p->weight, INPUT, computed, 2, filters, content);
-    if (one_in(s, 2))
-        add_rows(s, problem, 2, "bias", &p->bias, INPUT, computed, 1, filters, content);
-    if (one_in(s, 2))
-        add_rows(s, problem, 3, "state", &p->state, INPUT, element, 3, states, content);
-    add_rows(s, problem, 4, "out", &p->out, OUTPUT, element, 3, rows, content);
-    if (one_in(s, 2))
-        add_rows(s, problem, 5, "state_out", &p->state_out, OUTPUT, element, 3, states, content);
 }
