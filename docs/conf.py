@@ -16,9 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of benchmarks
 os.environ["KERAS_BACKEND"] = "numpy"  # autodoc imports cattn.integrations.keras
 
 import _build_time
-import _mathml
-import _pages
-import _source_links
+import _site
 
 import cattn
 
@@ -127,7 +125,7 @@ def edit_page(app, pagename, templatename, context, doctree):
         signature = r'(<span class="sig-paren">\(</span>)(\s*<dl>.*?</dl>\s*)(<span class="sig-paren">\)</span>)'
         context["body"] = re.sub(signature, fold_parameters, context["body"], flags=re.DOTALL)
         if pagename.startswith("_modules/"):
-            context["body"] = _source_links.name_targets(context["body"])
+            context["body"] = _site.name_targets(context["body"])
         context["body"] = heading.sub(lambda found: re.sub(r"([_.])(?=\w)", r"\1<wbr>", found[0]), context["body"])
     if app.config.html_baseurl:
         tags = {"og:title": context["title"], "og:image": f"{app.config.html_baseurl}_static/card.png"}
@@ -140,6 +138,6 @@ def setup(app):
     app.connect("autodoc-process-docstring", emphasise_parameters, priority=900)
     app.connect("html-page-context", edit_page)
     app.connect("config-inited", _build_time.write_pages)
-    app.connect("build-finished", _pages.check)
-    app.connect("viewcode-follow-imported", _source_links.find_module)
-    _mathml.setup(app)
+    app.connect("build-finished", _site.check)
+    app.connect("viewcode-follow-imported", _site.find_module)
+    _site.setup(app)
