@@ -121,6 +121,17 @@ def qkv(rng: np.random.Generator, dtype: Any, *shapes: tuple[int, ...]) -> Call:
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in zip(names, shapes, strict=True)}
 
 
+def shaped(rng: np.random.Generator, dtype: Any, name: str, extra: str) -> Call:
+    """Return a call of one of SHAPES, plain, causal, or with sinks and bias."""
+    call = qkv(rng, dtype, *SHAPES[name])
+    heads = max(a.shape[-3] if a.ndim > 3 else 1 for a in call.values())
+    T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
+    if extra == "sinks and bias":
+        numbers = {"sinks": rng.standard_normal(heads), "bias": rng.standard_normal((T_q, T_k))}
+        call |= {name: a.astype(dtype) for name, a in numbers.items()}
+    return call | ({"is_causal": "lower_right"} if extra == "causal" else {})
+
+
 def options(rng: np.random.Generator, B: int, H: int, T_q: int, T_k: int) -> dict[str, Call]:
     """Return every option alone, for shapes (B, H, T_q, T_k)."""
     mask = rng.random((B, 1, T_q, T_k)) < 0.4

@@ -27,6 +27,7 @@ from support.derivatives import (
     options,
     qkv,
     random_gradients,
+    shaped,
 )
 
 
@@ -39,14 +40,7 @@ def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.r
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("extra", ["plain", "causal", "sinks and bias"])
 def test_every_shape_agrees_with_the_reference(name: str, extra: str, dtype: Any, rng: np.random.Generator) -> None:
-    call = qkv(rng, dtype, *SHAPES[name])
-    heads = max(a.shape[-3] if a.ndim > 3 else 1 for a in call.values())
-    T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
-    if extra == "causal":
-        call["is_causal"] = "lower_right"
-    if extra == "sinks and bias":
-        call |= {"sinks": rng.standard_normal(heads), "bias": rng.standard_normal((T_q, T_k))}
-    check(call, TOLERANCE[dtype])
+    check(shaped(rng, dtype, name, extra), TOLERANCE[dtype])
 
 
 def test_the_batch_dimension_of_three_may_be_heads(rng: np.random.Generator) -> None:

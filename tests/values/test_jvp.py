@@ -26,6 +26,7 @@ from support.derivatives import (
     qkv,
     results_of,
     second,
+    shaped,
 )
 
 LOOSER = {dtype: 4 * tolerance for dtype, tolerance in TOLERANCE.items()}  # sums of more products
@@ -50,14 +51,7 @@ def test_a_bias_without_axes_has_a_tangent_without_axes(dtype: Any, rng: np.rand
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("extra", ["plain", "causal", "sinks and bias"])
 def test_every_shape_agrees_with_the_reference(name: str, extra: str, dtype: Any, rng: np.random.Generator) -> None:
-    call = qkv(rng, dtype, *SHAPES[name])
-    heads = max(a.shape[-3] if a.ndim > 3 else 1 for a in call.values())
-    T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
-    if extra == "causal":
-        call["is_causal"] = "lower_right"
-    if extra == "sinks and bias":
-        numbers = {"sinks": rng.standard_normal(heads), "bias": rng.standard_normal((T_q, T_k))}
-        call |= {name: a.astype(dtype) for name, a in numbers.items()}
+    call = shaped(rng, dtype, name, extra)
     check_tangents(call, direction(call), LOOSER[dtype])
 
 
