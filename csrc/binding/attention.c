@@ -282,12 +282,15 @@ PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, P
 /* Puts the keys and values of a KVCache, given as key, and the offset that its lengths mean in their places. Returns
  * what owns them. */
 static PyObject *take_cache(struct binding_state *state, PyObject **args) {
-    if (!PyObject_HasAttrString(args[ARG_key], "_attended_by")) {
-        PyErr_SetString(
-            PyExc_TypeError,
-            "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
+    PyObject *const attended_by = PyObject_GetAttrString(args[ARG_key], "_attended_by");
+    if (attended_by == NULL) { /* a lack of memory stays one */
+        if (PyErr_ExceptionMatches(PyExc_AttributeError))
+            PyErr_SetString(
+                PyExc_TypeError,
+                "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
         return NULL;
     }
+    Py_DECREF(attended_by);
     if (cattn_arg_is(args[ARG_layout], state->tokens_first)) {
         PyErr_SetString(PyExc_ValueError,
                         "layout='bthd' and a cattn.KVCache do not go together: its keys are (..., heads, "
