@@ -29,7 +29,6 @@ from rowwise.row_table import CALLED
 from support import ROOT
 from support.calls import KINDS, NOT_OF_LISTS, REALS, SMALL, WAYS, from_rng
 from support.functions import BY_BLAS, FUNCTIONS, OF_THE_PROCESS, Work, work
-from support.public_calls import CALLS
 from support.wrong_calls import CASES
 
 CSRC = ROOT / "csrc"
@@ -140,8 +139,6 @@ NETS = {
     "the C problems": problems(),
     "support/functions.py": IN_C & FUNCTIONS.keys(),
     "row_table.py or equivalences": (CALLED & IN_C) | used_in("tests/equivalences/*.py"),
-    "support/public_calls.py": IN_C
-    & {*used_in("tests/support/public_calls.py"), *(name.split(",")[0] for name in CALLS)},
     "support/wrong_calls.py": IN_C & {function for function, _ in CASES},
     "PyTorch": used_in("python/cattn/integrations/torch/*.py"),
     "JAX": {XLA[name] for name in _cattn._xla_targets()} | used_in("python/cattn/integrations/*jax*.py"),

@@ -484,21 +484,24 @@ def _training(choose: Choose, _: Limits) -> Call:
 
 
 def load(state_dict: Any, strict: Any) -> Any:
-    """Load weights; a call that raises must not change them."""
+    """Load weights and run the layer; a call that raises must not change them."""
     layer = cattn.Linear(3, 2, rng=1)
     before = layer.weight.copy()
     try:
-        return layer.load_state_dict(state_dict, strict), layer.state_dict()
+        loaded = layer.load_state_dict(state_dict, strict)
     except Exception as error:
         assert layer.weight.tobytes() == before.tobytes(), "a state_dict that was refused has changed the weights"
         raise error from None
+    return loaded, layer.state_dict(), layer(whole(4, 3)), layer.backward(whole(4, 2)), layer.grads
 
 
 def _layer(kind: Function) -> Function:
-    """Return a function that makes a layer and calls it."""
+    """Return a function that makes a layer, and runs it forward and backward."""
 
     def call(x: Any, **arguments: Any) -> Any:
-        return kind(**arguments)(x)
+        layer = kind(**arguments)
+        out = layer(x)
+        return out, layer.backward(np.ones_like(out)), layer.grads
 
     return _named(call, [*inspect.signature(kind).parameters, "x"])
 
@@ -535,9 +538,9 @@ def set_threads(n: Any) -> Any:
 
 
 # ---- all public functions --------------------------------------------------------------------------------------------
-MATRIX = np.ones((2, 5, 3), np.float32)
-_SIZED = _constant(x=MATRIX, d_in=3, d_out=4, rng=3)
-_CONTEXT: Call = {"x": MATRIX, "d_in": 3, "d_out": 4, "context_length": 8, "dropout": 0.5, "rng": 3}
+MATRIX = np.ones((2, 40, 8), np.float32)
+_SIZED = _constant(x=MATRIX, d_in=8, d_out=4, rng=3)
+_CONTEXT: Call = {"x": MATRIX, "d_in": 8, "d_out": 4, "context_length": 40, "dropout": 0.5, "rng": 3}
 FUNCTIONS: dict[str, tuple[Function, Arguments]] = {
     "scaled_dot_product_attention": (cattn.scaled_dot_product_attention, _forward(cattn.scaled_dot_product_attention)),
     "causal_attention": (cattn.causal_attention, _forward(cattn.causal_attention)),
@@ -575,7 +578,8 @@ FUNCTIONS: dict[str, tuple[Function, Arguments]] = {
     "TorchGenerator.rand": (_method("rand"), _drawing(size=_size)),
     "TorchGenerator.randn": (_method("randn"), _drawing(size=_size)),
     "TorchGenerator.randint": (_method("randint"), _drawing(low=0, high=9, size=lambda choose: (_size(choose),))),
-    "TorchGenerator.bernoulli": (_method("bernoulli"), _drawing(p=0.3)),
+    "TorchGenerator.uniform": (_method("uniform"), _drawing(low=-0.5, high=2.0, size=_size)),
+    "TorchGenerator.bernoulli": (_method("bernoulli"), _drawing(p=lambda choose: choose((0.3, np.full(5, 0.5))))),
     "TorchGenerator.dropout_mask": (_method("dropout_mask"), _drawing(p=0.3, size=_size)),
     "TorchGenerator.linear": (_method("linear"), _drawing(in_features=3, out_features=2, bias=True)),
     "TorchGenerator.set_state": (_method("set_state"), _drawing(state=lambda _: cattn.TorchGenerator(2).get_state())),
