@@ -91,6 +91,9 @@ EXACT += ["-mfpmath=sse", "-fno-approx-func", "-fdenormal-fp-math=ieee", "-fdeno
 # In the place of -O3: GCC compiles the kernels in half of the time, into two thirds of the size, and they are as quick.
 # Other compilers do not know all of these.
 OPTIMIZED = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-funswitch-loops", "-fpeel-loops"]
+# At -O1 GCC needs this to clear the upper halves of registers when a kernel returns. While they are in use, each change
+# from code without AVX to code with it waits: the table scalar, which calls fma(), takes seventy times as long.
+CLEARED = ["-fexpensive-optimizations"]
 # The linker is called without -Ofast, -ffast-math and the like if these come last. They would add a start-up file that
 # switches off subnormal numbers in the whole process.
 EXACT_LINK = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-mno-daz-ftz"]
@@ -327,7 +330,7 @@ class BuildTables(build_ext):
         flags = compile_flags(exact)
         if "-O3" in flags and self.accepts(OPTIMIZED):
             flags[flags.index("-O3") : flags.index("-O3") + 1] = OPTIMIZED
-        return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
+        return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS + CLEARED if self.accepts([flag])]
 
     def link_flags(self) -> list[str]:
         """Return the flags of the link (GCC and Clang)."""

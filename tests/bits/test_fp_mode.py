@@ -1,5 +1,7 @@
-"""The caller's floating-point mode changes no result and is restored; cattn's own fused multiply-add."""
+"""The caller's floating-point mode changes no result and is restored; registers; cattn's own fused multiply-add."""
 
+import ctypes
+import mmap
 import os
 import re
 import shutil
@@ -168,6 +170,39 @@ def test_the_mode_changes_no_bit_of_gradients(isa: str, dtype: type, mode: str, 
                 result = call()
             for a, b in zip(result, right, strict=True):
                 assert_same_bits(a, b)
+
+
+# ---- registers -------------------------------------------------------------------------------------------------------
+def flags_of_the_processor() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return re.findall(r"^flags\s*: (.*)", file.read_text(), re.MULTILINE)[0].split() if file.exists() else []
+
+
+@pytest.mark.skipif("xgetbv1" not in flags_of_the_processor(), reason="the processor does not say what is in use")
+def test_no_call_leaves_the_upper_halves_of_registers_in_use(isa: str, dtype: type, normal: Normal) -> None:
+    """Where they are, the caller's code without AVX waits for each function with it, as those of the C library."""
+    x = normal(2, 150, 32, dtype=dtype)
+    out, _, lse, *_ = cattn.scaled_dot_product_attention(x, x, x, return_lse=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "attention": lambda: cattn.scaled_dot_product_attention(x, x, x, is_causal=True),
+        "a step": lambda: cattn.scaled_dot_product_attention(x[:, :1], x, x),
+        "gradients": lambda: cattn.attention_backward(x, x, x, x, out, lse),
+        "softmax": lambda: cattn.softmax(x),
+        "dropout": lambda: cattn.dropout(x, 0.5, rng=1),
+        "a norm": lambda: cattn.rms_norm(x),
+        "rope": lambda: cattn.rope(x),
+        "linear": lambda: cattn.functional.linear(x, x[0]),
+    }
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page[:4] = b"\xc5\xf8\x77\xc3"  # vzeroupper; ret
+    page[16:25] = b"\xb9\x01\x00\x00\x00\x0f\x01\xd0\xc3"  # mov ecx, 1; xgetbv; ret
+    start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    clear, in_use = (ctypes.CFUNCTYPE(ctypes.c_uint32)(start + at) for at in (0, 16))
+    for name, call in calls.items():
+        with cattn.num_threads(1):
+            clear()
+            call()
+            assert not in_use() & 0x44, name  # of registers of 256 and of 512 bits
 
 
 # ---- the own fused multiply-add, for C libraries whose fma() is wrong ------------------------------------------------
