@@ -140,8 +140,8 @@ struct cattn_tensor cattn_gather_part(const struct cattn_gather *g, const struct
     if (!tensor->data)
         return (struct cattn_tensor){.data = NULL};
     start += g->first_head * tensor->head + g->first_row * tensor->row;
-    return (struct cattn_tensor){
-        (char *)tensor->data + start * (int64_t)element, tensor->head, tensor->row, tensor->col, {0}};
+    char *data = (char *)tensor->data + start * (int64_t)element;
+    return (struct cattn_tensor){.data = data, .head = tensor->head, .row = tensor->row, .col = tensor->col};
 }
 
 /* The gathered elements of a bias. */
@@ -159,7 +159,7 @@ static struct cattn_tensor gather_bias(const struct cattn_gather *g, const struc
             for (int64_t k = 0; k < n; k++, next += element)
                 memcpy(next, from + (g->index[k] - first_key) * bias->col * (int64_t)element, element);
         }
-    return (struct cattn_tensor){to, heads > 1 ? rows * n : 0, rows > 1 ? n : 0, 1, {0}};
+    return (struct cattn_tensor){.data = to, .head = heads > 1 ? rows * n : 0, .row = rows > 1 ? n : 0, .col = 1};
 }
 
 /* The gathered elements of the mask and of the block mask, as one mask. */

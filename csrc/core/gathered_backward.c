@@ -69,7 +69,7 @@ static struct cattn_tensor part_of(const struct gathered_job *job, const struct 
 /* An array of scratch as a tensor, all 0. */
 static struct cattn_tensor cleared(void *data, int64_t heads, int64_t rows, int64_t cols, size_t element) {
     memset(data, 0, (size_t)(heads * rows * cols) * element);
-    return (struct cattn_tensor){data, heads > 1 ? rows * cols : 0, cols, 1, {0}};
+    return (struct cattn_tensor){.data = data, .head = heads > 1 ? rows * cols : 0, .row = cols, .col = 1};
 }
 
 static void heads_to_rows(struct cattn_tensor *tensor) {
