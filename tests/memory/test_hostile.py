@@ -78,6 +78,12 @@ def test_sizes_that_would_overflow_are_refused(name: str) -> None:
         TOO_LARGE[name]()
 
 
+def test_a_batch_with_too_many_states_is_named() -> None:
+    query, key, value = (repeated(*batch, 8, 1, 1) for batch in ((2**30, 1), (1, 2**30), (1, 1)))
+    with pytest.raises(ValueError, match="query, key, value and state broadcast to a batch that is too large"):
+        cattn.linear_attention(query, key, value)
+
+
 @pytest.mark.parametrize("last", [MOST, MOST + 1])
 def test_the_largest_sizes_are_accepted_and_larger_ones_refused(last: int) -> None:
     """Calls without rows or with an empty batch compute and allocate nothing, so they may have the largest sizes."""
