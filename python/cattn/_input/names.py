@@ -188,7 +188,7 @@ _ELSEWHERE = {
 }
 # The public names of the integrations, which cannot be asked without their libraries. tests/api/test_names.py compares.
 INTEGRATIONS = {
-    "torch": "Seen batch_invariant causal_conv linear_attention nn scaled_dot_product_attention use_cattn",
+    "torch": "Seen batch_invariant causal_conv choose_keys linear_attention nn scaled_dot_product_attention use_cattn",
     "transformers": "AttentionMask register set_attn_implementation",
     "jax": "dot_product_attention",
     "keras": "use_cattn",

@@ -56,8 +56,8 @@ _of_arrays: Any = cattn.scaled_dot_product_attention
 ComputeDType: TypeAlias = Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
 
 
-class _Options(TypedDict, total=False):
-    """The options that PyTorch's function does not have."""
+class RangeOptions(TypedDict, total=False):
+    """Options of functions in which queries see ranges of keys."""
 
     layout: Layout
     bias: Tensor | None
@@ -66,9 +66,17 @@ class _Options(TypedDict, total=False):
     key_value_seq_lengths: int | Tensor | None
     key_value_seq_starts: int | Tensor | None
     window_size: Window
+
+
+class _ScoreOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+
+
+class _Options(RangeOptions, _ScoreOptions, total=False):
+    """The options that PyTorch's function does not have."""
+
     block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
     compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None

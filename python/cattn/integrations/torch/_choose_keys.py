@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -13,9 +13,17 @@ from cattn import _cattn
 
 from ..._input.doors import DOORS
 from ..._input.names import with_hints
-from ..._input.types import Alignment, Layout, Window
+from ..._input.types import Alignment
 from ...functional._options import documented, spelled_out
-from ._attention import are_tokens_first, as_positions, cast_inputs, check_inputs, check_others, read_alignment
+from ._attention import (
+    RangeOptions,
+    are_tokens_first,
+    as_positions,
+    cast_inputs,
+    check_inputs,
+    check_others,
+    read_alignment,
+)
 from ._derivatives import in_turn
 from ._operator import (
     POSITIONS,
@@ -91,7 +99,7 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
 choose_operator.register_vmap(lambda info, dims, *a: in_turn(choose_operator, info.batch_size, dims, a))
 
 
-class _Options(TypedDict, total=False):
+class _Options(RangeOptions, total=False):
     weights: Tensor | None
     activation: Literal["relu"] | None
     block_size: int
@@ -102,13 +110,6 @@ class _Options(TypedDict, total=False):
     is_causal: Alignment
     scale: float | None
     enable_gqa: bool | None
-    layout: Layout
-    bias: Tensor | None
-    query_offset: int | Tensor | None
-    query_seq_lengths: int | Tensor | None
-    key_value_seq_lengths: int | Tensor | None
-    key_value_seq_starts: int | Tensor | None
-    window_size: Window
     return_scores: bool
 
 
