@@ -19,17 +19,11 @@ integrations, testing        PyTorch, transformers, JAX, Keras, dask, ONNX; `tes
 
 from typing import TYPE_CHECKING, Any
 
+from . import nn
 from ._config import show_config
+from ._input import types as _types
 from ._input.objects import BlockMask, Quantized
-from ._input.types import (
-    AttentionGradients,
-    AttentionOutput,
-    AttentionStatistics,
-    AttentionTangents,
-    CausalAlignmentWarning,
-    LinearAttentionGradients,
-    LinearAttentionOutput,
-)
+from ._input.types import *
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._version import __version__
@@ -64,15 +58,7 @@ from .functional import (
     varlen_attention_statistics,
 )
 from .functional._statistics import HeadScores, attention_rollout, head_scores
-from .nn import (
-    CausalAttention,
-    Dropout,
-    Linear,
-    MultiHeadAttention,
-    MultiHeadAttentionWrapper,
-    SelfAttention_v1,
-    SelfAttention_v2,
-)
+from .nn import *
 from .random import TorchGenerator, manual_seed
 
 if TYPE_CHECKING:
@@ -81,26 +67,12 @@ if TYPE_CHECKING:
     from .functional._quantize import dequantize, quantize
 
 __all__ = [
-    "AttentionGradients",
-    "AttentionOutput",
-    "AttentionStatistics",
-    "AttentionTangents",
     "AttentionView",
     "BlockMask",
-    "CausalAlignmentWarning",
-    "CausalAttention",
-    "Dropout",
     "Explanation",
     "HeadScores",
     "KVCache",
-    "Linear",
-    "LinearAttentionGradients",
-    "LinearAttentionOutput",
-    "MultiHeadAttention",
-    "MultiHeadAttentionWrapper",
     "Quantized",
-    "SelfAttention_v1",
-    "SelfAttention_v2",
     "TorchGenerator",
     "__version__",
     "attention_backward",
@@ -143,6 +115,9 @@ __all__ = [
     "varlen_attention_statistics",
     "view_attention",
 ]
+__all__ += _types.__all__
+__all__ += nn.__all__
+__all__.sort()
 
 
 _LATER = {

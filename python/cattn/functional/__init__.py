@@ -17,71 +17,52 @@ from .._input.types import (
     LinearAttentionOutput,
 )
 from ..random import draw_seed
-from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
-from ._choose_keys import choose_keys
-from ._derivatives import attention_backward, attention_jvp, attention_jvp_backward, sum_gradients
-from ._dropout import dropout, dropout_backward
-from ._explain import Explanation, explain, make_explanation
-from ._layers import (
-    gelu,
-    gelu_backward,
-    layer_norm,
-    layer_norm_backward,
-    linear,
-    linear_backward,
-    rms_norm,
-    rms_norm_backward,
-    silu,
-    silu_backward,
+from . import (
+    _attention,
+    _choose_keys,
+    _derivatives,
+    _dropout,
+    _explain,
+    _layers,
+    _linear_attention,
+    _masks,
+    _merge,
+    _rope,
+    _softmax,
+    _varlen,
 )
-from ._linear_attention import causal_conv, causal_conv_backward, linear_attention, linear_attention_backward
-from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
-from ._merge import merge_attention
-from ._rope import as_positions, as_rope_scaling, rope
-from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
+from ._attention import *
+from ._choose_keys import *
+from ._derivatives import *
+from ._derivatives import sum_gradients
+from ._dropout import *
+from ._explain import *
+from ._explain import make_explanation
+from ._layers import *
+from ._linear_attention import *
+from ._masks import *
+from ._merge import *
+from ._rope import *
+from ._rope import as_positions, as_rope_scaling
+from ._softmax import *
+from ._softmax import masked_softmax_axes, softmax_axes
 from ._statistics import attention_statistics, varlen_attention_statistics
-from ._varlen import varlen_attention, varlen_attention_backward
+from ._varlen import *
 
-__all__ = [
-    "Explanation",
-    "attention_backward",
-    "attention_jvp",
-    "attention_jvp_backward",
-    "attention_statistics",
-    "attention_weights",
-    "causal_attention",
-    "causal_conv",
-    "causal_conv_backward",
-    "causal_mask",
-    "choose_keys",
-    "dropout",
-    "dropout_backward",
-    "explain",
-    "gelu",
-    "gelu_backward",
-    "get_alibi_slopes",
-    "layer_norm",
-    "layer_norm_backward",
-    "linear",
-    "linear_attention",
-    "linear_attention_backward",
-    "linear_backward",
-    "masked_softmax",
-    "merge_attention",
-    "rms_norm",
-    "rms_norm_backward",
-    "rope",
-    "scaled_dot_product_attention",
-    "show_mask",
-    "silu",
-    "silu_backward",
-    "sliding_window",
-    "softmax",
-    "softmax_backward",
-    "varlen_attention",
-    "varlen_attention_backward",
-    "varlen_attention_statistics",
-]
+__all__ = ["attention_statistics", "varlen_attention_statistics"]
+__all__ += _attention.__all__
+__all__ += _choose_keys.__all__
+__all__ += _derivatives.__all__
+__all__ += _dropout.__all__
+__all__ += _explain.__all__
+__all__ += _layers.__all__
+__all__ += _linear_attention.__all__
+__all__ += _masks.__all__
+__all__ += _merge.__all__
+__all__ += _rope.__all__
+__all__ += _softmax.__all__
+__all__ += _varlen.__all__
+__all__.sort()
 __dir__ = public_names(globals())
 
 # Pickles and help name the public place of a function. Names that `cattn` has, too, get that one there.

@@ -16,6 +16,8 @@ from ._attention import attention_weights
 from ._explain import explain
 from ._options import RangeOptions, documented, implemented_in_c, spelled_out
 
+__all__ = ["causal_mask", "get_alibi_slopes", "show_mask", "sliding_window"]
+
 GRID = 64  # masks with more keys are written as ranges
 MOST_ROWS = 64  # the largest number of queries of one mask that are written
 MOST_DIMS = 64  # of an array of NumPy

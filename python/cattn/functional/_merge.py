@@ -13,6 +13,8 @@ from .._input.arrays import PART, as_array, common_dtype, parts_of
 from .._input.contexts import in_default_mode
 from .._input.types import AttentionOutput
 
+__all__ = ["merge_attention"]
+
 
 @overload
 def merge_attention(outs: Iterable[AttentionOutput], lses: None = ...) -> AttentionOutput: ...
