@@ -224,6 +224,18 @@ def test_errors(options: Call, error: type[Exception], message: str) -> None:
             call()
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float32, np.float64])
+def test_columns_of_gathered_keys_may_lie_apart(dtype: type, rng: np.random.Generator) -> None:
+    query = rng.standard_normal((2, 20, 12)).astype(np.float32 if dtype is np.int8 else dtype)
+    lists = rng.integers(-1, 30, (2, 20, 9))
+    arrays = [(10 * rng.standard_normal((2, 30, 12))).astype(dtype) for _ in range(2)]
+    results = []
+    for pair in (arrays, [np.repeat(a, 3, axis=-1)[..., ::3] for a in arrays]):
+        key, value = (cattn.Quantized(a, 0.1) if dtype is np.int8 else a for a in pair)
+        results.append(attend(query=query, key=key, value=value, key_indices=lists))
+    assert_same_bits(results[1], results[0])
+
+
 def test_lists_that_are_too_large() -> None:
     """Arrays that repeat one element may have any size."""
     giant = np.broadcast_to(np.int8(0), (1, 2**40))
