@@ -4,7 +4,8 @@
  * Bridge). The handler of the fault executes the instruction and clears the bits of AVX-512, AMX and AVX-VNNI in its
  * result, so that a library that looks by itself sees a processor without them. The setting is inherited by threads
  * and children. A handler of SIGSEGV that the program installs gets all other faults. The signal is never blocked: the
- * kernel would end the process at the next CPUID of that thread.
+ * kernel would end the process at the next CPUID of that thread. And it does not run on an alternate stack, because a
+ * library may have freed the one that it gave its thread (OpenVINO does).
  */
 #define _GNU_SOURCE
 #include <cpuid.h>
@@ -94,7 +95,7 @@ sighandler_t signal(int number, sighandler_t handler) {
 }
 
 __attribute__((constructor)) static void begin(void) {
-    struct sigaction ours = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK | SA_RESTART};
+    struct sigaction ours = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_NODEFER | SA_RESTART};
     int (*next)(int, const struct sigaction *, struct sigaction *) = dlsym(RTLD_NEXT, "sigaction");
     sigemptyset(&ours.sa_mask);
     if (next(SIGSEGV, &ours, NULL) != 0 || syscall(SYS_arch_prctl, SET_CPUID, 0) != 0) {
