@@ -4,7 +4,7 @@
 
 /* ---- the table ---- */
 
-#define FUNCTION_ROWS(name, TABLE, main, params_of, sizes, function, set, ...)                                         \
+#define FUNCTION_ROWS(name, TABLE, main, params_of, function, set, ...)                                                \
     ARGUMENT_ROWS(name, TABLE)                                                                                         \
     static void clear_##name(void *params) {                                                                           \
         struct cattn_##params_of##_params *p = params;                                                                 \
@@ -12,16 +12,16 @@
         set;                                                                                                           \
     }                                                                                                                  \
     static enum cattn_status compute_##name(const void *params) { return function(params); }
-#define FUNCTION(name_of, TABLE, main_of, params, sizes, function, set, ...)                                           \
+#define FUNCTION(name_of, TABLE, main_of, params, function, set, sizes, ...)                                           \
     [FUNCTION_##name_of] = {.name = #name_of,                                                                          \
                             .main_name = #main_of,                                                                     \
                             .arguments = name_of##_arguments,                                                          \
                             .n_arguments = COUNT_OF(name_of##_arguments),                                              \
                             .returned = name_of##_returned,                                                            \
                             .n_returned = COUNT_OF(name_of##_returned) - 1,                                            \
-                            .places = sizes,                                                                           \
                             .clear = clear_##name_of,                                                                  \
                             .compute = compute_##name_of,                                                              \
+                            .places = sizes,                                                                           \
                             __VA_ARGS__},
 
 #define MEMBER(name, TABLE, main, params, ...) struct cattn_##params##_params name;

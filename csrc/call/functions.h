@@ -312,9 +312,9 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
 
 /* ---- functions ---- */
 
-/* F(name, TABLE, main, params, places, compute, set, ...): the main array, whose axes the call has, or NO_MAIN; the
- * params, and their struct cattn_places; the function of the core; a statement that sets what is no argument; and
- * members of struct cattn_function. */
+/* F(name, TABLE, main, params, compute, set, places, ...): the main array, whose axes the call has, or NO_MAIN; the
+ * function of the core with its params; a statement that sets what is no argument; the struct cattn_places of the
+ * params; and members of struct cattn_function. */
 #define NORM_PLACES ROWS(norm, IN(norm, storage), NOWHERE)
 #define NORM_BACKWARD_PLACES ROWS(norm_backward, NOWHERE, NOWHERE)
 #define ACTIVATION_PLACES ROWS(activation, IN(activation, storage), NOWHERE)
@@ -332,41 +332,41 @@ static inline void cattn_view_related(const struct cattn_places *places, enum ca
      .poll = IN(linear_attention_backward, forward.poll),                                                              \
      .is_new = NOWHERE}
 #define FUNCTIONS(F)                                                                                                   \
-    F(softmax, SOFTMAX_ARGUMENTS, x, softmax, SOFTMAX_PLACES, cattn_softmax, (void)p,                                  \
+    F(softmax, SOFTMAX_ARGUMENTS, x, softmax, cattn_softmax, (void)p, SOFTMAX_PLACES,                                  \
       .over_axes = HELPER(softmax_axes))                                                                               \
-    F(masked_softmax, MASKED_SOFTMAX_ARGUMENTS, scores, softmax, SOFTMAX_PLACES, cattn_softmax, (void)p,               \
+    F(masked_softmax, MASKED_SOFTMAX_ARGUMENTS, scores, softmax, cattn_softmax, (void)p, SOFTMAX_PLACES,               \
       .settle = cattn_settle_masked_softmax, .over_axes = HELPER(masked_softmax_axes))                                 \
-    F(softmax_backward, SOFTMAX_BACKWARD_ARGUMENTS, weights, softmax_backward,                                         \
-      ROWS(softmax_backward, NOWHERE, NOWHERE), cattn_softmax_backward, (void)p, .widens = true)                       \
-    F(dropout, DROPOUT_ARGUMENTS, x, dropout, ROWS(dropout, IN(dropout, storage), NOWHERE), cattn_dropout, (void)p,    \
+    F(softmax_backward, SOFTMAX_BACKWARD_ARGUMENTS, weights, softmax_backward, cattn_softmax_backward, (void)p,        \
+      ROWS(softmax_backward, NOWHERE, NOWHERE), .widens = true)                                                        \
+    F(dropout, DROPOUT_ARGUMENTS, x, dropout, cattn_dropout, (void)p, ROWS(dropout, IN(dropout, storage), NOWHERE),    \
       .settle = cattn_settle_dropout, .run = cattn_run_dropout)                                                        \
-    F(rms_norm, RMS_NORM_ARGUMENTS, x, norm, NORM_PLACES, cattn_norm, (void)p, .settle = NULL)                         \
-    F(layer_norm, LAYER_NORM_ARGUMENTS, x, norm, NORM_PLACES, cattn_norm, p->centred = true, .settle = NULL)           \
-    F(rms_norm_backward, RMS_NORM_BACKWARD_ARGUMENTS, x, norm_backward, NORM_BACKWARD_PLACES, cattn_norm_backward,     \
-      (void)p, .widens = true)                                                                                         \
-    F(layer_norm_backward, LAYER_NORM_BACKWARD_ARGUMENTS, x, norm_backward, NORM_BACKWARD_PLACES, cattn_norm_backward, \
-      p->centred = true, .widens = true)                                                                               \
-    F(gelu, GELU_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, (void)p, .settle = NULL)                 \
-    F(gelu_backward, GELU_BACKWARD_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, (void)p,               \
+    F(rms_norm, RMS_NORM_ARGUMENTS, x, norm, cattn_norm, (void)p, NORM_PLACES, .settle = NULL)                         \
+    F(layer_norm, LAYER_NORM_ARGUMENTS, x, norm, cattn_norm, p->centred = true, NORM_PLACES, .settle = NULL)           \
+    F(rms_norm_backward, RMS_NORM_BACKWARD_ARGUMENTS, x, norm_backward, cattn_norm_backward, (void)p,                  \
+      NORM_BACKWARD_PLACES, .widens = true)                                                                            \
+    F(layer_norm_backward, LAYER_NORM_BACKWARD_ARGUMENTS, x, norm_backward, cattn_norm_backward, p->centred = true,    \
+      NORM_BACKWARD_PLACES, .widens = true)                                                                            \
+    F(gelu, GELU_ARGUMENTS, x, activation, cattn_activate, (void)p, ACTIVATION_PLACES, .settle = NULL)                 \
+    F(gelu_backward, GELU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, (void)p, ACTIVATION_PLACES,               \
       .settle = NULL)                                                                                                  \
-    F(silu, SILU_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, p->which = CATTN_SILU, .settle = NULL)   \
-    F(silu_backward, SILU_BACKWARD_ARGUMENTS, x, activation, ACTIVATION_PLACES, cattn_activate, p->which = CATTN_SILU, \
+    F(silu, SILU_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU, ACTIVATION_PLACES, .settle = NULL)   \
+    F(silu_backward, SILU_BACKWARD_ARGUMENTS, x, activation, cattn_activate, p->which = CATTN_SILU, ACTIVATION_PLACES, \
       .settle = NULL)                                                                                                  \
-    F(linear, LINEAR_ARGUMENTS, NO_MAIN, product, PRODUCT_PLACES, cattn_product, p->n_batch = 1,                       \
+    F(linear, LINEAR_ARGUMENTS, NO_MAIN, product, cattn_product, p->n_batch = 1, PRODUCT_PLACES,                       \
       .take = cattn_take_weight, .settle = cattn_settle_linear, .make = cattn_make_linear,                             \
       .work = cattn_work_of_product)                                                                                   \
-    F(rope, ROPE_ARGUMENTS, x, rope, TOKENS(rope, n_cols), cattn_rope, (void)p, .settle = cattn_settle_rope)           \
-    F(causal_conv, CAUSAL_CONV_ARGUMENTS, x, conv, TOKENS(conv, n_channels), cattn_causal_conv, (void)p,               \
+    F(rope, ROPE_ARGUMENTS, x, rope, cattn_rope, (void)p, TOKENS(rope, n_cols), .settle = cattn_settle_rope)           \
+    F(causal_conv, CAUSAL_CONV_ARGUMENTS, x, conv, cattn_causal_conv, (void)p, TOKENS(conv, n_channels),               \
       .settle = cattn_settle_conv, .make = cattn_make_conv, .work = cattn_work_of_conv, .build = cattn_build_conv)     \
-    F(linear_attention, LINEAR_ATTENTION_ARGUMENTS, NO_MAIN, linear_attention, TOKENS(linear_attention, d_v),          \
-      cattn_linear_attention, (void)p, .settle = cattn_settle_linear_attention, .make = cattn_make_linear_attention,   \
+    F(linear_attention, LINEAR_ATTENTION_ARGUMENTS, NO_MAIN, linear_attention, cattn_linear_attention, (void)p,        \
+      TOKENS(linear_attention, d_v), .settle = cattn_settle_linear_attention, .make = cattn_make_linear_attention,     \
       .work = cattn_work_of_linear_attention, .build = cattn_build_linear_attention)
 /* Functions for Python code of the package alone. */
 #define PRIVATE_FUNCTIONS(F)                                                                                           \
-    F(product, PRODUCT_ARGUMENTS, NO_MAIN, product, PRODUCT_PLACES, cattn_product, (void)p,                            \
+    F(product, PRODUCT_ARGUMENTS, NO_MAIN, product, cattn_product, (void)p, PRODUCT_PLACES,                            \
       .settle = cattn_settle_product, .make = cattn_make_product, .work = cattn_work_of_product)                       \
-    F(linear_gradients, LINEAR_GRADIENTS_ARGUMENTS, NO_MAIN, linear_attention_backward, LINEAR_GRADIENTS_PLACES,       \
-      cattn_linear_attention_backward, (void)p, .settle = cattn_settle_linear_gradients,                               \
+    F(linear_gradients, LINEAR_GRADIENTS_ARGUMENTS, NO_MAIN, linear_attention_backward,                                \
+      cattn_linear_attention_backward, (void)p, LINEAR_GRADIENTS_PLACES, .settle = cattn_settle_linear_gradients,      \
       .make = cattn_make_linear_gradients, .work = cattn_work_of_linear_gradients)
 
 #define FUNCTION_INDEX(name, ...) FUNCTION_##name,

@@ -18,7 +18,7 @@ struct function {
     void (*set)(void *params);
     enum cattn_status (*compute)(const void *params);
 };
-#define FUNCTION_ROWS(name, TABLE, main, params_of, places, function, statement, ...)                                  \
+#define FUNCTION_ROWS(name, TABLE, main, params_of, function, statement, ...)                                          \
     ARGUMENT_ROWS(name, TABLE)                                                                                         \
     static void set_##name(void *params) {                                                                             \
         struct cattn_##params_of##_params *p = params;                                                                 \
@@ -26,7 +26,7 @@ struct function {
         statement;                                                                                                     \
     }                                                                                                                  \
     static enum cattn_status compute_##name(const void *params) { return function(params); }
-#define FUNCTION(name, TABLE, main, params_of, places, ...)                                                            \
+#define FUNCTION(name, TABLE, main, params_of, function, statement, places, ...)                                       \
     {#main,  name##_arguments, name##_returned, COUNT_OF(name##_arguments), COUNT_OF(name##_returned) - 1,             \
      places, set_##name,       compute_##name},
 FUNCTIONS(FUNCTION_ROWS)
@@ -157,7 +157,8 @@ static void choose_number(struct source *s, struct problem *problem, const struc
         say(problem, " %s %d", row->name, *(int *)place = (int)choose(s, (uint64_t)n_words));
     } else if (row->kind == FLAG) {
         *(bool *)place = one_in(s, 2);
-        say(problem, *(bool *)place ? " %s" : "", row->name);
+        if (*(bool *)place)
+            say(problem, " %s", row->name);
     } else {
         *(double *)place = row->kind == REAL   ? CHOOSE_FROM(s, factors)
                            : row->kind == BASE ? CHOOSE_FROM(s, bases)
@@ -486,10 +487,9 @@ const struct kind kinds[] = {{"attention", choose_attention, -1},
                              {"jvp", choose_jvp, -1},
                              {"jvp_backward", choose_jvp_backward, -1},
                              {"statistics", choose_statistics, -1},
-                             {"choose_keys", choose_keys, -1},
                              {"mask", choose_mask, -1},
                              {"stream", choose_stream, -1},
-                             FUNCTIONS(KIND)};
+                             FUNCTIONS(KIND){"choose_keys", choose_keys, -1}};
 const int n_kinds = COUNT_OF(kinds);
 
 void choose_problem(struct source *s, struct problem *problem, const struct kind *kind) {
