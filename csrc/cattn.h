@@ -119,6 +119,9 @@ struct cattn_attention_params {
     struct cattn_tensor query_starts, key_starts;
     struct cattn_tensor slopes; /* of ALiBi, > 0, (batch, head); or absent */
     struct cattn_tensor sinks;  /* one extra logit a head, which enters the softmax denominator only; or absent */
+    /* (batch, head, row, col), stored as query: the output is multiplied by its logistic function. Or absent, as where
+     * there is no output, and in passes with tangents. */
+    struct cattn_tensor gate;
     /* only for quantized key or value: float32, with strides for the axes of the array, 0 where elements share one */
     struct cattn_tensor key_scale, value_scale;
 
@@ -164,7 +167,8 @@ struct cattn_misfit {
 
 /* Gradients of a scalar function of attention's output and log-sum-exp. out and lse of `forward` are inputs here: the
  * results of the forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as
- * query. The gradients have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
+ * query. The gradients have the dtype of the computation and unit column strides; all but grad_query and grad_gate are
+ * 0 on entry. */
 struct cattn_backward_params {
     struct cattn_misfit *misfit; /* receives the first row that does not fit; NULL: nothing is checked */
     enum cattn_bias_sum bias_sum;
@@ -180,6 +184,7 @@ struct cattn_backward_params {
      * SUM_ROWS: (batch, head, col). SUM_COLS: (batch, head, row); no stride is 0 in either. */
     struct cattn_tensor grad_bias;
     struct cattn_tensor grad_sinks; /* (batch, head), or absent */
+    struct cattn_tensor grad_gate;  /* (batch, head, row, col), which is written; or absent */
     struct cattn_tangents tangents; /* read if of_tangents */
     struct cattn_attention_params forward;
 };

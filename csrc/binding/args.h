@@ -88,6 +88,8 @@ bool cattn_freeze_unchanged(PyArrayObject *array, int type, const char *names, c
                             struct cattn_array *frozen);
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
+/* The array in any other type of attention, also a narrower one; a new reference. */
+PyArrayObject *cattn_arg_cast(struct binding_state *state, PyArrayObject *array, const char *name, int type);
 /* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
 void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted);
 /* Copies the elements of an array to another one of the same shape, piece by piece: signals are handled between two

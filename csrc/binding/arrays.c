@@ -179,6 +179,16 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
     return true;
 }
 
+PyArrayObject *cattn_arg_cast(struct binding_state *state, PyArrayObject *array, const char *name, int type) {
+    if (PyArray_TYPE(array) == type)
+        return (PyArrayObject *)Py_NewRef((PyObject *)array);
+    PyObject *descr = (PyObject *)PyArray_DescrFromType(type), *cast = NULL;
+    if (descr != NULL)
+        cast = PyObject_CallFunction(state->cast, "OsO", (PyObject *)array, name, descr);
+    Py_XDECREF(descr);
+    return (PyArrayObject *)cast;
+}
+
 void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted) {
     PyArray_Descr *descr = PyArray_DescrFromType(wanted);
     const bool is_array = PyArray_Check(given);

@@ -148,16 +148,11 @@ __attribute__((noinline)) static void weights_drop(struct cattn_call *call) {
 /* The weights in half precision, a new reference, if the inputs were widened. */
 static PyObject *weights_rounded(struct cattn_call *call) {
     const struct cattn_output *out = &call->outputs[OUT];
-    PyObject *descr = (PyObject *)PyArray_DescrFromType(call->half_type), *rounded = NULL;
-    if (descr != NULL)
-        rounded =
-            PyObject_CallFunction(call->state->cast, "OsO", (PyObject *)call->outputs[WEIGHTS].array, "weights", descr);
-    Py_XDECREF(descr);
+    PyArrayObject *rounded = cattn_arg_cast(call->state, call->outputs[WEIGHTS].array, "weights", call->half_type);
     if (rounded == NULL || out->array == NULL)
-        return rounded;
-    const bool stored =
-        cattn_copy_into(out->array, (PyArrayObject *)rounded) && cattn_output_finish(&call->outputs[OUT]);
-    Py_DECREF(rounded);
+        return (PyObject *)rounded;
+    const bool stored = cattn_copy_into(out->array, rounded) && cattn_output_finish(&call->outputs[OUT]);
+    Py_DECREF((PyObject *)rounded);
     return stored ? cattn_output_result(out) : NULL;
 }
 

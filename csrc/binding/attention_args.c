@@ -352,6 +352,29 @@ static bool parse_heads(struct cattn_call *call, PyObject *const *args) {
     return true;
 }
 
+/* gate: numbers that broadcast to the output, in its type. */
+static bool parse_gate(struct cattn_call *call, PyObject *object) {
+    struct cattn_array *frozen = &call->frozen->gate;
+    int64_t dims[NPY_MAXDIMS];
+    frozen->data = NULL;
+    if (object == Py_None)
+        return true;
+    PyArrayObject *given = cattn_arg_floats(call->state, object, name_of(OPERAND_gate));
+    if (given == NULL)
+        return false;
+    PyArrayObject *gate = call->inputs[OPERAND_gate] =
+        cattn_arg_cast(call->state, given, name_of(OPERAND_gate), call->stored_type);
+    Py_DECREF((PyObject *)given);
+    if (gate == NULL)
+        return false;
+    cattn_freeze(gate, name_of(OPERAND_gate), frozen);
+    const int nd = cattn_axes_shape(&call->shape, call->params, cattn_operands[OPERAND_gate].axes, dims);
+    if (!cattn_check_broadcast(cattn_python, frozen, nd, dims, "the output's shape", ""))
+        return false;
+    view_frozen(call, OPERAND_gate, frozen);
+    return true;
+}
+
 /* The copy of an array of key_indices, whose shape is checked first. */
 static bool copy_key_indices(struct cattn_call *call, PyArrayObject *array, struct cattn_array *given) {
     const struct cattn_door *door = cattn_python;
@@ -408,7 +431,7 @@ bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
     return parse_shapes(call, args) && parse_edges(call, args[ARG_rng]) && parse_reals(call, args) &&
            parse_masks(call, args) && parse_block_mask(call, args[ARG_block_mask]) && parse_ranges(call, args) &&
-           parse_heads(call, args) &&
+           parse_heads(call, args) && parse_gate(call, args[ARG_gate]) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
            parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);
 }

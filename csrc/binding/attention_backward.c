@@ -5,7 +5,7 @@
  */
 #include "attention_call.h"
 
-enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
+enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, GRAD_GATE, N_GRADIENTS };
 
 struct backward {
     struct cattn_call call;
@@ -20,7 +20,7 @@ struct backward {
 
 /* ---- gradients ---- */
 
-/* The core writes the gradient of the query once, and adds to the others. This one has a shape of its own. */
+/* The core writes the gradients of query and gate once, and adds to the others. This one has a shape of its own. */
 static bool make_sum(struct backward *b, int i, const char *axes, int nd, const int64_t *dims,
                      struct cattn_tensor *tensor) {
     struct cattn_array frozen;
@@ -63,6 +63,10 @@ static bool make_gradients(struct backward *b) {
             return false;
     }
     if (!make_bias_gradient(b))
+        return false;
+    if (call->inputs[OPERAND_gate] != NULL &&
+        (b->gradients[GRAD_GATE] = cattn_call_new(call, cattn_operands[OPERAND_gate].axes, call->compute_type, false,
+                                                  &b->params.grad_gate)) == NULL)
         return false;
     if (call->inputs[OPERAND_sinks] == NULL)
         return true;
@@ -170,17 +174,22 @@ static PyObject *gather(const struct backward *b) {
     for (int i = 0; i < N_GRADIENTS; i++)
         fields[i] = b->gradients[i] != NULL ? (PyObject *)b->gradients[i] : Py_None;
     return PyObject_CallFunctionObjArgs(b->call.state->attention_gradients, fields[GRAD_QUERY], fields[GRAD_KEY],
-                                        fields[GRAD_VALUE], fields[GRAD_BIAS], fields[GRAD_SINKS], NULL);
+                                        fields[GRAD_VALUE], fields[GRAD_BIAS], fields[GRAD_SINKS], fields[GRAD_GATE],
+                                        NULL);
 }
 
-/* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key and value) */
+/* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key, value and gate) */
 static PyObject *build_result(const struct backward *b) {
     const struct cattn_frozen *frozen = &b->frozen;
     struct cattn_array sinks = {.nd = 0};
     if (b->call.inputs[OPERAND_sinks] != NULL) /* a copy that nobody else has */
         cattn_freeze(b->call.inputs[OPERAND_sinks], "sinks", &sinks);
-    const struct cattn_array *const of[N_GRADIENTS] = {&frozen->inputs[OPERAND_query], &frozen->inputs[OPERAND_key],
-                                                       &frozen->inputs[OPERAND_value], &frozen->bias, &sinks};
+    const struct cattn_array *const of[N_GRADIENTS] = {&frozen->inputs[OPERAND_query],
+                                                       &frozen->inputs[OPERAND_key],
+                                                       &frozen->inputs[OPERAND_value],
+                                                       &frozen->bias,
+                                                       &sinks,
+                                                       &frozen->gate};
     if (are_final(b, of))
         return gather(b);
     PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;

@@ -133,7 +133,8 @@ struct cattn_result_row {
 struct cattn_frozen {
     struct cattn_array inputs[OPERAND_value + 1]; /* query, key and value */
     struct cattn_array bias;                      /* or else an additive attn_mask */
-    int64_t dims[CATTN_MAX_AXES];                 /* of the call */
+    struct cattn_array gate;
+    int64_t dims[CATTN_MAX_AXES]; /* of the call */
 };
 
 /* One call of attention on its way from Python's arguments to the core. */

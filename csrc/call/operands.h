@@ -38,6 +38,7 @@
     OPERAND(sinks, "N", LOGITS, BROADCASTS, IN_ALL, sinks)                                                             \
     OPERAND(block_mask, "NXY", BLOCKS, BROADCASTS, IN_ALL & ~IN_PACKED, block_mask)                                    \
     OPERAND(key_indices, "NTL", LISTS, BROADCASTS, IN_DENSE, key_indices)                                              \
+    OPERAND(gate, "NTD", GATES, BROADCASTS, IN_ALL & ~IN_STATISTICS, gate)                                             \
     NUMBER(compute_dtype, PRODUCTS, NO_PLACE, QK)                                                                      \
     NUMBER(rng, SEED, NO_PLACE, QK)                                                                                    \
     WISH(return_weights)                                                                                               \
@@ -59,8 +60,8 @@
 #define ATTENTION_NUMBERS(N) ATTENTION_OPTIONS(NO_OPTION, N, NO_OPTION) ATTENTION_PARTS(NO_OPTION, N)
 #define ATTENTION_WISHES(W) ATTENTION_OPTIONS(NO_OPTION, NO_OPTION, W)
 
-/* What an array holds. STORED, and KEYS and VALUES unless they are quantized, have the storage of the call; COMPUTED,
- * SLOPES and LOGITS the type of the computation. */
+/* What an array holds. STORED and GATES, and KEYS and VALUES unless they are quantized, have the storage of the call;
+ * COMPUTED, SLOPES and LOGITS the type of the computation. */
 #define OPERAND_KINDS(K)                                                                                               \
     K(STORED)                                                                                                          \
     K(KEYS)                                                                                                            \
@@ -75,6 +76,7 @@
     K(SCALES)       /* float32, see cattn_is_scale */                                                                  \
     K(BLOCKS)       /* bool */                                                                                         \
     K(LISTS)        /* int64, -1 .. S - 1 */                                                                           \
+    K(GATES)        /* of the output, which weights, statistics and derivatives in a direction do not have */          \
     K(WIDENED)      /* XLA: COMPUTED that the core takes in float64 */                                                 \
     K(WORDS)        /* XLA: 64 bits as two words, the axis W, where JAX lacks the type */
 #define NUMBER_KINDS(K)                                                                                                \

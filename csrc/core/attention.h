@@ -45,8 +45,8 @@ void cattn_visible_ranges(const struct cattn_batch_range *batch_range, int64_t i
 struct cattn_batch {
     int64_t index;
     struct cattn_batch_range batch_range;
-    int64_t query, key, value, key_scale, value_scale, attn_mask, block_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out,
-        weights, lse;
+    int64_t query, key, value, key_scale, value_scale, attn_mask, block_mask, bias[CATTN_MAX_BIAS], slopes, sinks, gate,
+        out, weights, lse;
 };
 
 void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch);

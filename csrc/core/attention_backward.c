@@ -127,7 +127,7 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     cattn_rows_view(&b->keys, &job->keys, rows, NULL, &rows->key);
     set_up_bias(params, b, step);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
-    const struct cattn_tensor *grad_out = &params->grad_out, *grad_lse = &params->grad_lse;
+    const struct cattn_tensor *grad_out = &params->grad_out, *grad_lse = &params->grad_lse, *gate = &params->grad_gate;
     const double *grad_lse_data = grad_lse->data;
     b->has_grad_lse = grad_lse_data;
     for (int r = 0; r < rows->n_rows; r++) {
@@ -135,6 +135,9 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
             p, query, cattn_head_start(p, query, step->batch, step->head) + (first_row + r) * query->row);
         b->grad_out[r] = cattn_stored_at(
             p, grad_out, cattn_head_start(p, grad_out, step->batch, step->head) + (first_row + r) * grad_out->row);
+        if (gate->data)
+            b->grad_gate[r] = cattn_tensor_at(
+                p, gate, cattn_head_start(p, gate, step->batch, step->head) + (first_row + r) * gate->row);
         if (grad_lse_data)
             b->grad_lse[r] =
                 grad_lse_data[cattn_head_start(p, grad_lse, step->batch, step->head) + (first_row + r) * grad_lse->row];

@@ -48,6 +48,7 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
     batch->block_mask = cattn_batch_start(p, &p->block_mask, index);
     batch->slopes = cattn_batch_start(p, &p->slopes, index);
     batch->sinks = cattn_batch_start(p, &p->sinks, index);
+    batch->gate = cattn_batch_start(p, &p->gate, index);
     batch->out = cattn_batch_start(p, &p->out, index);
     batch->weights = cattn_batch_start(p, &p->weights, index);
     batch->lse = cattn_batch_start(p, &p->lse, index);
@@ -57,6 +58,7 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
         const int64_t query = cattn_batch_number(&p->query_starts, 0, p->n_batch_dims, p->batch_shape, index);
         const int64_t key = cattn_batch_number(&p->key_starts, 0, p->n_batch_dims, p->batch_shape, index);
         batch->query += query * p->query.row;
+        batch->gate += p->gate.data ? query * p->gate.row : 0;
         batch->out += query * p->out.row;
         batch->lse += p->lse.data ? query * p->lse.row : 0;
         skip_keys(p, key, batch);
@@ -76,6 +78,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
     call->has_slopes = call->has_positions = p->slopes.data;
     call->has_sinks = p->sinks.data;
+    call->has_gate = p->gate.data;
     call->has_mask = p->attn_mask.data;
     call->has_block_mask = p->block_mask.data;
     call->has_out = p->out.data;
@@ -95,6 +98,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->mask_col = p->attn_mask.data ? p->attn_mask.col : 0;
     call->block_mask_col = p->block_mask.data ? p->block_mask.col : 0;
     call->block_size = p->block_size;
+    call->gate_col = p->gate.data ? p->gate.col : 0;
     call->out_col = p->out.data ? p->out.col : 0;
     call->weights_out_col = p->weights.data ? p->weights.col : 0;
     /* halves: kernels write rows of scratch with unit stride, which `finish` narrows */
@@ -218,6 +222,11 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         for (int k = 0; k < n; k++)
             at->sink[r + k] = number_at(p, &p->sinks, batch->sinks + head * p->sinks.head);
 
+    if (p->gate.data) {
+        const char *gate = cattn_stored_at(p, &p->gate, batch->gate + head * p->gate.head + i * p->gate.row);
+        for (int k = 0; k < valid; k++)
+            at->gate[r + k] = gate + k * p->gate.row * stored;
+    }
     if (p->out.data)
         point_rows(at->out + r, n, valid, cattn_stored_at(p, &p->out, batch->out + head * p->out.head + i * p->out.row),
                    p->out.row * stored);

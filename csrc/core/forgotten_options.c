@@ -40,9 +40,11 @@ static double exp_below(double x) {
     return power;
 }
 
-/* The sum of the magnitudes of a row of grad_out. */
+/* The sum of the magnitudes of a row of grad_out, whose copy is multiplied by a gate. */
 static double size_of_grad(const struct cattn_backward *b, enum cattn_dtype dtype, int r) {
     double size = 0;
+    if (b->scores.call.has_gate)
+        return b->fit.grad_size[r];
     for (int64_t i = r * b->grad_cols; i < (r + 1) * b->grad_cols; i++) {
         const double x =
             dtype == CATTN_F32 ? (double)((const float *)b->grad_rows)[i] : ((const double *)b->grad_rows)[i];

@@ -269,6 +269,7 @@ void cattn_gather_unit(const struct cattn_gather_plan *plan, const struct cattn_
     if (p->sinks.data)
         call->sinks = (struct cattn_tensor){
             .data = cattn_tensor_at(p, &p->sinks, at->sinks + g->first_head * p->sinks.head), .head = p->sinks.head};
+    call->gate = cattn_gather_part(g, &p->gate, at->gate, stored);
     if (!cattn_attention_path_fits(call))
         call->path = CATTN_PATH_AUTO;
 }

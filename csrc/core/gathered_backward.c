@@ -83,8 +83,9 @@ static void merge_heads(struct cattn_backward_params *call) {
     struct cattn_attention_params *forward = &call->forward;
     if (forward->seqlen_q != 1 || forward->sinks.data)
         return;
-    struct cattn_tensor *const tensors[] = {&forward->query, &forward->attn_mask, &forward->out,     &forward->lse,
-                                            &call->grad_out, &call->grad_lse,     &call->grad_query, &call->grad_bias};
+    struct cattn_tensor *const tensors[] = {&forward->query,  &forward->attn_mask, &forward->gate,  &forward->out,
+                                            &forward->lse,    &call->grad_out,     &call->grad_lse, &call->grad_query,
+                                            &call->grad_bias, &call->grad_gate};
     for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
         heads_to_rows(tensors[i]);
     for (int b = 0; b < forward->n_bias; b++)
@@ -111,6 +112,7 @@ static void describe(struct gathered_job *job, struct gathered_unit *u, int64_t 
     call->grad_out = part_of(job, u, &params->grad_out, stored);
     call->grad_lse = part_of(job, u, &params->grad_lse, sizeof(double));
     call->grad_query = part_of(job, u, &params->grad_query, element);
+    call->grad_gate = part_of(job, u, &params->grad_gate, element);
     call->grad_key = cleared(u->grad_key, 1, g->n_keys, p->head_dim, element);
     call->grad_value = cleared(u->grad_value, 1, g->n_keys, p->d_v, element);
     if (params->grad_bias.data)

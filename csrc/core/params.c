@@ -225,6 +225,8 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     assert(!p->query_starts.data || !p->dropout.torch);
     check_aligned(&p->slopes, element);
     check_aligned(&p->sinks, element);
+    check_aligned(&p->gate, stored);
+    assert(!p->gate.data || p->out.data);
     check_dropout_spec(&p->dropout);
     check_aligned(&p->key_indices, sizeof(int64_t));
     assert(!p->key_indices.data || (p->n_indices >= 0 && !p->query_starts.data));
@@ -245,7 +247,7 @@ static void check_gradient(const struct cattn_tensor *tensor, size_t element, in
 static void check_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *t, bool lse_present) {
     const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
     assert(!p->quantized_key && !p->quantized_value && !p->key_indices.data && !p->query_starts.data);
-    assert(!p->dropout.torch && p->out.data && p->lse.data);
+    assert(!p->gate.data && !p->dropout.torch && p->out.data && p->lse.data);
     check_aligned(&t->query, stored);
     check_aligned(&t->key, stored);
     check_aligned(&t->value, stored);
@@ -284,6 +286,9 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
         check_gradient(&params->grad_bias, element, params->bias_sum == CATTN_BIAS_SUM_COLS ? 1 : p->seqlen_k);
     assert(!params->grad_bias.data || p->n_bias > 0);
     assert(!params->grad_sinks.data || p->sinks.data);
+    assert(!params->grad_gate.data == !p->gate.data);
+    if (p->gate.data)
+        check_gradient(&params->grad_gate, element, p->d_v);
 }
 
 /* A result of a statistic, whose last axis has n elements. */

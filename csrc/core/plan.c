@@ -99,6 +99,7 @@ struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_
     A(position)                                                                                                        \
     A(slope)                                                                                                           \
     A(sink)                                                                                                            \
+    A(gate)                                                                                                            \
     A(drop_bits)                                                                                                       \
     A(out)                                                                                                             \
     A(lse)                                                                                                             \

@@ -6,8 +6,7 @@
  */
 
 #if REAL_BITS == 32
-#define LOGISTIC_FAR 120.0f /* x e^-x and its multiples below are 0 from there on */
-#define CUBIC_FAR 12.0f     /* the cubic polynomial below exceeds LOGISTIC_FAR there */
+#define CUBIC_FAR 12.0f /* the cubic polynomial below exceeds LOGISTIC_FAR there */
 #define CUBIC_1 0x1.988454p+0f
 #define CUBIC_1_LOW -0x1.857936p-25f
 #define CUBIC_3 0x1.2444f2p-4f
@@ -15,7 +14,6 @@
 #define THREE_CUBIC_3 0x1.b6676cp-3f
 #define DENSITY_0 0x1.988454p-2f /* 1 / sqrt(2 pi) */
 #else
-#define LOGISTIC_FAR 760.0
 #define CUBIC_FAR 22.0
 #define CUBIC_1 0x1.9884533d43651p+0 /* 2 sqrt(2 / pi) */
 #define CUBIC_1_LOW -0x1.cbc0d30ebfd15p-54
@@ -58,27 +56,17 @@ INLINE void begin_gelu_tanh(struct activation *a) {
     a->inside = x;
 }
 
-/* 1 + e, and e without the digits that do not count there. */
-INLINE vf logistic_divisor(const struct activation *a, vf *e) {
-    vf n = a->n;
-#ifndef SCALE2_IS_COMPLETE
-    n = vf_max(n, vf_set1(-100));
-#endif
-    *e = vf_scale2(vf_set1(1) + a->m, n);
-    return vf_set1(1) + *e;
-}
-
 INLINE vf times_logistic(const struct activation *a) {
     vf e;
     const vf over = vf_select(a->negative, vf_fma(a->inside, a->m, a->inside), a->x);
-    return scale_far(vf_div(over, logistic_divisor(a, &e)), vf_select(a->negative, a->n, vf_set1(0)));
+    return scale_far(vf_div(over, logistic_divisor(a->m, a->n, &e)), vf_select(a->negative, a->n, vf_set1(0)));
 }
 
 /* The derivative of that, where z is x times the derivative of v: with p the logistic function, p (1 + z (1 - p)). */
 INLINE vf logistic_slope(const struct activation *a, vf z) {
     const vf one = vf_set1(1);
     vf e;
-    const vf inverse = vf_div(one, logistic_divisor(a, &e));
+    const vf inverse = vf_div(one, logistic_divisor(a->m, a->n, &e));
     const vf other = vf_select(a->negative, inverse, e * inverse);
     const vf p = vf_select(a->negative, vf_fma(inverse, a->m, inverse), inverse);
     return scale_far(p * vf_fma(z, other, one), vf_select(a->negative, a->n, vf_set1(0)));

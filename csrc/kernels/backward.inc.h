@@ -39,6 +39,35 @@ static void copy_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
     memset(to, 0, (size_t)((padded - rows->n_rows) * cols) * sizeof(real));
 }
 
+/* With G the logistic function of the gate, and out the output that it has multiplied, the gradient of the gate is
+ * dO * out * (1 - G), and dO G takes the place of dO: where a product of dO with out is a product of dO G with the
+ * output before the gate, it stays. Of a row without visible keys the gradient is 0. */
+static void gate_gradients(struct cattn_backward *b) {
+    const struct cattn_rows *rows = &b->scores;
+    const int64_t d_v = b->grads.call.head_dim, col = rows->call.out_col;
+    real *grad = b->grad_rows;
+    for (int r = 0; r < rows->n_rows; b->grad_out[r++] = grad, grad += b->grad_cols) {
+        vf size = vf_set1(0), odd = vf_set1(0);
+        real sizes[LANES];
+        for (int64_t c = 0; c < d_v; c += LANES) {
+            const int n = (int)min64(LANES, d_v - c);
+            const vf g = vf_loadu(grad + c), out = load_stored(b->out_storage, rows->per_row->out[r], c * col, col, n);
+            vf other, gate = gate_at(rows, r, c, n, &other), part = with_one_nan(g * out * other + vf_set1(0));
+            size = size + vf_abs(g);
+            odd = vf_fma(part, vf_set1(0), odd);
+            store_strided((real *)b->grad_gate[r] + c, 1, part, n);
+            vf_storeu(grad + c, g * gate);
+        }
+        vf_storeu(sizes, size);
+        for (int i = 0; i < LANES; i++)
+            b->fit.grad_size[r] += (double)sizes[i];
+        if (vm_any(vm_not(vf_eq(odd, odd))) && !row_sees_any_key(rows, r))
+            memset(b->grad_gate[r], 0, (size_t)d_v * sizeof(real));
+    }
+    b->grads.call.storage = CATTN_STORED_PLAIN;
+    b->grads.call.query_col = 1;
+}
+
 /* The derivative of the lse with respect to a score is the weight, so its gradient joins delta. Rounded once. */
 static void subtract_grad_lse(const struct cattn_backward *b) {
     real *delta = b->delta;
@@ -48,12 +77,14 @@ static void subtract_grad_lse(const struct cattn_backward *b) {
 
 static void backward_begin(struct cattn_backward *b) {
     pack_query_tile(&b->scores);
-    pack_query_tile(&b->grads);
     copy_rows(&b->scores, b->query_rows, b->query_cols);
     copy_rows(&b->grads, b->grad_rows, b->grad_cols);
     memset(&b->fit, 0, sizeof b->fit);
     sum_products(&b->grads, b->scores.per_row->out, b->out_storage, b->scores.call.out_col, b->delta, b->fit.delta,
                  b->fit.delta_magnitude);
+    if (b->scores.call.has_gate)
+        gate_gradients(b);
+    pack_query_tile(&b->grads);
     if (b->has_grad_lse)
         subtract_grad_lse(b);
     const int padded = sums_begin(&b->scores, &b->lse, &b->keys);

@@ -14,7 +14,8 @@
 #define EXP_LOG2E 0x1.715476p0f
 #define EXP_LN2_HI 0x1.62e4p-1f /* 15 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.7f7d1cp-20f
-#define TANH_FAR (-1.125f) /* -2|x| at the x where tanh(x) is about 1/2 */
+#define TANH_FAR (-1.125f)  /* -2|x| at the x where tanh(x) is about 1/2 */
+#define LOGISTIC_FAR 120.0f /* the logistic function of -x, and its multiples by x, are 0 from there on */
 static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239e2p-7f, 0x1.6a2434p-10f};
 #define TAIL_FAR 15.0f /* the tail times a is 0 from there on, its density times a, too */
 static const real tail_poly[] = {0x1.1274fp+1f,  0x1.f0d77ep-2f,   -0x1.ee92fp-4f,  -0x1.cd027p-6f,
@@ -27,6 +28,7 @@ static const real tail_poly[] = {0x1.1274fp+1f,  0x1.f0d77ep-2f,   -0x1.ee92fp-4
 #define EXP_LN2_HI 0x1.62e42fefa3800p-1 /* 42 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.ef35793c76730p-45
 #define TANH_FAR (-1.125)
+#define LOGISTIC_FAR 760.0
 static const real exp_poly[] = {1.0,
                                 0x1.000000000000ap-1,
                                 0x1.55555555554fap-3,
@@ -112,6 +114,26 @@ INLINE vf scale_far(vf x, vf n) {
     const vf magic = vf_set1(EXP_MAGIC), half = vf_fma(n, vf_set1((real)0.5), magic) - magic;
     return vf_scale2(vf_scale2(x, half), n - half);
 #endif
+}
+
+/* 1 + e, and e = (1 + m) * 2^n without the digits that do not count there. */
+INLINE vf logistic_divisor(vf m, vf n, vf *e) {
+#ifndef SCALE2_IS_COMPLETE
+    n = vf_max(n, vf_set1(-100));
+#endif
+    *e = vf_scale2(vf_set1(1) + m, n);
+    return vf_set1(1) + *e;
+}
+
+/* The logistic function 1 / (1 + exp(-x)) of any x, and 1 minus it, which is the function of -x: the smaller one of the
+ * two keeps its digits down to the smallest subnormal number. */
+INLINE vf vf_logistic(vf x, vf *other) {
+    const vm negative = vf_lt(x, vf_set1(0));
+    vf n, e, r = reduce(vf_max(vf_set1(-LOGISTIC_FAR), vf_select(negative, x, -x)), &n);
+    const vf m = exp_rest(r), large = vf_div(vf_set1(1), logistic_divisor(m, n, &e));
+    const vf small = scale_far(vf_fma(large, m, large), n);
+    *other = vf_select(vf_eq(x, x), vf_select(negative, large, small), x);
+    return vf_select(vf_eq(x, x), vf_select(negative, small, large), x);
 }
 
 /* The error of the rounded product a * b. Without an FMA by Dekker's algorithm, on halves of the digits, for operands

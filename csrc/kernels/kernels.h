@@ -92,16 +92,16 @@ struct cattn_call_shape {
     struct cattn_score_options score_options;
     double keep_scale; /* 1; under dropout 1/(1-p) */
     bool fully_ranged; /* no element-wise mask: ranges and block mask alone decide which keys are hidden */
-    bool has_positions, has_slopes, has_sinks, has_mask, has_block_mask, has_out, has_lse, has_weights;
+    bool has_positions, has_slopes, has_sinks, has_gate, has_mask, has_block_mask, has_out, has_lse, has_weights;
     bool packed_keys;           /* tables of tiles: the rows of key and value are packed already, by pack_keys */
     bool packed_block;          /* the scratch has copies of the key block at hand, by pack_block */
     bool double_lse;            /* lse is double, otherwise the table's own type */
     bool store_scores;          /* `weights` receives the scores, -inf out of range */
-    enum cattn_storage storage; /* of query, out and weights_out */
+    enum cattn_storage storage; /* of query, gate, out and weights_out */
     int n_bias;
     int64_t query_col, mask_col, bias_col[2];
     int64_t block_size, block_mask_col; /* if has_block_mask: keys of a block, and the stride from block to block */
-    int64_t out_col, weights_col, weights_out_col;
+    int64_t gate_col, out_col, weights_col, weights_out_col;
 };
 
 /* Arrays with one entry a row, in the task's scratch: a task of few rows needs little memory. Entries announced by a
@@ -113,6 +113,7 @@ struct cattn_per_row {
     const void **bias[2];
     int64_t *position;                   /* if has_positions: the query's position among the keys */
     double *slope, *sink;                /* if has_slopes, has_sinks */
+    const void **gate;                   /* if has_gate; unset where out is NULL */
     uint32_t *drop_position, *drop_head; /* if drop.enabled; a multiple of CATTN_PAD entries */
     uint8_t **drop_bits;                 /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
     void **out;                          /* NULL: a row past the end of its packed sequence */
@@ -183,10 +184,10 @@ struct cattn_split_lse {
 
 /* For each row, the sums that core/forgotten_options.c needs to tell whether out and lse belong to these arguments:
  * over the keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
- * * out and of its magnitude. */
+ * * out and of its magnitude, and with a gate of |grad_out|. */
 struct cattn_fit {
     double weights[CATTN_TILE_ROWS], products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
-    double delta[CATTN_TILE_ROWS], delta_magnitude[CATTN_TILE_ROWS];
+    double delta[CATTN_TILE_ROWS], delta_magnitude[CATTN_TILE_ROWS], grad_size[CATTN_TILE_ROWS];
 };
 
 /* The gradients of a block of queries. Three views share masks and ranges, so that the kernels of the forward pass
@@ -207,7 +208,7 @@ struct cattn_fit {
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
-    const void *grad_out[CATTN_TILE_ROWS]; /* the queries of `grads` */
+    const void *grad_out[CATTN_TILE_ROWS]; /* the queries of `grads`; backward.begin multiplies them by the gate */
     enum cattn_storage out_storage;        /* of scores.per_row->out */
     bool has_grad_lse;
     double grad_lse[CATTN_TILE_ROWS]; /* if has_grad_lse */
@@ -220,6 +221,7 @@ struct cattn_backward {
     struct cattn_fit fit;
     /* results; all gradients have unit column stride */
     void *grad_query[CATTN_TILE_ROWS]; /* written */
+    void *grad_gate[CATTN_TILE_ROWS];  /* written, if has_gate */
     void *grad_key, *grad_value;       /* of this key-value head; added to */
     int64_t grad_key_row, grad_value_row;
     /* at most one of these three is set */

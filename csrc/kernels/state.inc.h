@@ -95,7 +95,32 @@ INLINE vm needs_second_attempt(enum cattn_storage storage, vf out) {
     return vm_not(storage == CATTN_STORED_PLAIN ? finite_lanes(out) : vf_eq(out, out)); /* a half may be inf */
 }
 
-/* Output rows: acc * factor. */
+/* The logistic function of n <= LANES elements of row r of the gate from column c on. */
+INLINE vf gate_at(const struct cattn_rows *rows, int r, int64_t c, int n, vf *other) {
+    const int64_t col = rows->call.gate_col;
+    return vf_logistic(load_stored(rows->call.storage, rows->per_row->gate[r], c * col, col, n), other);
+}
+
+/* An output row times the logistic function of its gate, rounded to its storage once. Without a visible key it is 0,
+ * also where the gate is NaN. Returns whether an element was not finite before. */
+NOINLINE bool finish_gated_row(const struct cattn_rows *rows, int r, const real *acc, vf factor) {
+    const enum cattn_storage storage = rows->call.storage;
+    const int64_t d_v = rows->call.d_v, col = rows->call.out_col;
+    void *out = rows->per_row->out[r];
+    vf odd = vf_set1(0), undefined = vf_set1(0), other;
+    for (int64_t c = 0; c < d_v; c += LANES) {
+        const int n = (int)min64(LANES, d_v - c);
+        const vf gate = gate_at(rows, r, c, n, &other);
+        store_stored(storage, out, c * col, col, out_elements(storage, vf_loadu(acc + c), factor, &odd) * gate, n);
+        undefined = vf_fma(gate, vf_set1(0), undefined);
+    }
+    if (vm_any(vm_not(vf_eq(undefined, undefined))) && !row_sees_any_key(rows, r))
+        for (int64_t c = 0; c < d_v; c += LANES)
+            store_stored(storage, out, c * col, col, vf_set1(0), (int)min64(LANES, d_v - c));
+    return vm_any(vm_not(vf_eq(odd, odd)));
+}
+
+/* Output rows: acc * factor, times the gate if there is one. */
 INLINE void finish_out(struct cattn_rows *rows, enum cattn_storage storage, const real *factor) {
     const int64_t d_v = rows->call.d_v, col = rows->call.out_col, acc_cols = rows->call.acc_cols;
     const int n_rows = rows->call.has_out ? rows->n_rows : 0;
@@ -107,6 +132,10 @@ INLINE void finish_out(struct cattn_rows *rows, enum cattn_storage storage, cons
         int64_t c = 0;
         if (!out)
             continue;
+        if (rows->call.has_gate) {
+            rows->overflowed |= finish_gated_row(rows, r, acc, scale) && factor[r] == factor[r];
+            continue;
+        }
         for (; col == 1 && c + LANES <= d_v; c += LANES)
             store_stored(storage, out, c, 1, out_elements(storage, vf_loadu(acc + c), scale, &odd), LANES);
         for (; c < d_v; c += LANES)
@@ -151,11 +180,13 @@ static void finish_small_out(const struct cattn_rows *rows, const real *factor) 
         for (int64_t c = 0; out && c < rows->call.d_v; c += LANES) {
             const int n = (int)min64(LANES, rows->call.d_v - c);
             const vf old = load_stored(storage, out, c * col, col, n), small = vf_loadu(acc + c) * vf_set1(factor[r]);
-            vf v = small * vf_set1(1 / SMALL_WEIGHT) + vf_set1(0);
+            vf v = small * vf_set1(1 / SMALL_WEIGHT) + vf_set1(0), other;
             if (rows->call.keep_scale == 1) {
                 const vf within = -vf_max(-vf_max(v, -largest), -largest);
                 v = vf_select(finite_lanes(small), within, v);
             }
+            if (rows->call.has_gate)
+                v = v * gate_at(rows, r, c, n, &other);
             store_stored(storage, out, c * col, col, vf_select(needs_second_attempt(storage, old), v, old), n);
         }
     }

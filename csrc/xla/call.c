@@ -193,6 +193,7 @@ static int xla_type(const struct xla_call *call, enum cattn_operand_kind kind) {
     const int computed = call->dtype == CATTN_F64 ? XLA_F64 : XLA_F32;
     switch (kind) {
     case STORED:
+    case GATES:
     case KEYS:
     case VALUES:
         return storage_of(call, kind) == CATTN_STORED_PLAIN ? computed : types[storage_of(call, kind)];

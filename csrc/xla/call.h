@@ -50,7 +50,8 @@ bool cattn_xla_is_known(void);
     OPERAND(grad_key, "KSH", COMPUTED, EXACTLY, IN_XLA)                                                                \
     OPERAND(grad_value, "KSD", COMPUTED, EXACTLY, IN_XLA)                                                              \
     OPERAND(grad_bias, "NTS", COMPUTED, BROADCASTS, IN_XLA)                                                            \
-    OPERAND(grad_sinks, "N", COMPUTED, EXACTLY, IN_XLA)
+    OPERAND(grad_sinks, "N", COMPUTED, EXACTLY, IN_XLA)                                                                \
+    OPERAND(grad_gate, "NTD", COMPUTED, EXACTLY, IN_XLA)
 
 #define XLA_INDEX(name, ...) XLA_##name,
 enum { XLA_ARGUMENTS(XLA_INDEX) XLA_N_ARGUMENTS };

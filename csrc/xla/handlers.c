@@ -17,7 +17,7 @@
 #define TANGENTS (BIT(query_tangent) | BIT(key_tangent) | BIT(value_tangent) | BIT(bias_tangent) | BIT(sinks_tangent))
 #define JVP (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(out_tangent) | BIT(lse_tangent))
 #define JVP_BACKWARD (BACKWARD | BIT(forward_out_tangent) | BIT(forward_lse_tangent))
-#define PLAIN_INPUTS (ALL_INPUTS & ~(BIT(key_scale) | BIT(value_scale)))
+#define PLAIN_INPUTS (ALL_INPUTS & ~(BIT(key_scale) | BIT(value_scale) | BIT(gate)))
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
 
 /* ---- from the call to the params ---- */
@@ -208,6 +208,7 @@ static enum cattn_status compute_backward(const struct xla_call *call, int64_t i
     cattn_xla_view(call, XLA_grad_value, index, &params->grad_value);
     cattn_xla_view(call, XLA_grad_bias, index, &params->grad_bias);
     cattn_xla_view(call, XLA_grad_sinks, index, &params->grad_sinks);
+    cattn_xla_view(call, XLA_grad_gate, index, &params->grad_gate);
     if (params->of_tangents) {
         view_tangents(call, index, &params->tangents);
         cattn_xla_view(call, XLA_forward_out_tangent, index, &params->tangents.out);
@@ -240,6 +241,8 @@ static struct xla_error *handle(struct xla_frame *frame, const struct pass *pass
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)
         error = cattn_xla_fail(frame, XLA_INVALID_ARGUMENT, "there are no sinks for grad_sinks");
+    if (error == NULL && pass->compute == compute_backward && !call.operands[XLA_grad_gate] != !call.operands[XLA_gate])
+        error = cattn_xla_fail(frame, XLA_INVALID_ARGUMENT, "gate and grad_gate come together");
     for (int i = XLA_grad_key; error == NULL && i < XLA_N_OPERANDS; i++)
         if (call.operands[i] != NULL && call.operands[i]->data != NULL)
             memset(call.operands[i]->data, 0, cattn_xla_bytes(&call, i)); /* the core adds to them */
@@ -262,7 +265,7 @@ struct xla_error *cattn_xla_jvp(struct xla_frame *frame) {
 }
 
 struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
-    return handle(frame, &(struct pass){BACKWARD, ALL_INPUTS | OF_RESULTS, false, compute_backward});
+    return handle(frame, &(struct pass){BACKWARD, ALL_INPUTS | OF_RESULTS | BIT(grad_gate), false, compute_backward});
 }
 
 struct xla_error *cattn_xla_jvp_backward(struct xla_frame *frame) {

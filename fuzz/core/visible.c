@@ -96,7 +96,7 @@ static struct cursor walk_rows(const struct problem *problem, struct array *shap
 
 static const int OF_KEYS[] = {OPERAND_key,         OPERAND_value, OPERAND_key_scale,
                               OPERAND_value_scale, KEY_TANGENT,   VALUE_TANGENT};
-static const int OF_QUERIES[] = {OPERAND_query, QUERY_TANGENT};
+static const int OF_QUERIES[] = {OPERAND_query, OPERAND_gate, QUERY_TANGENT};
 static const int OF_PAIRS[] = {OPERAND_bias, BIAS_1, BIAS_TANGENT};
 #define N_OF(list) (sizeof(list) / sizeof *(list))
 

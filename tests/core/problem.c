@@ -340,6 +340,7 @@ static bool may_have(const struct problem *problem, int operand) {
     case LISTS:
         return problem->lists == GATHERED;
     case SCALES: /* come with quantized keys and values */
+    case GATES:  /* comes last */
         return false;
     default:
         return true;
@@ -350,6 +351,7 @@ static enum element element_of(const struct problem *problem, enum cattn_operand
     const struct cattn_attention_params *p = &problem->back.forward;
     switch (kind) {
     case STORED:
+    case GATES:
     case KEYS:
     case VALUES:
         return stored_element(p->dtype, p->storage);
@@ -388,6 +390,7 @@ static void fill_operand(struct source *s, struct problem *problem, struct array
     const struct cattn_attention_params *p = &problem->back.forward;
     switch (kind) {
     case STORED:
+    case GATES:
     case KEYS:
     case VALUES:
         fill_numbers(s, array, content);
@@ -538,6 +541,16 @@ static void choose_gradients(struct source *s, struct problem *problem, enum con
     for (int i = 0; i < 2 && b->forward.storage != CATTN_STORED_PLAIN; i++)
         add(s, problem, PLAIN_OUT + i, "out in float32", "NTD", NULL, OUTPUT, F32, 0)->is_own = true;
     b->misfit = one_in(s, 2) ? &problem->misfit : NULL;
+}
+
+/* Comes last, so that all else is chosen as for the problem without a gate. */
+static void choose_gate(struct source *s, struct problem *problem, enum content content) {
+    struct cattn_backward_params *b = &problem->back;
+    if (problem->stage || problem->pass > BACKWARD || !one_in(s, 4))
+        return;
+    add_operand(s, problem, OPERAND_gate, content);
+    if (problem->pass == BACKWARD)
+        add_result(s, problem, GRAD_GATE, "grad_gate", "NTD", &b->grad_gate, 0);
 }
 
 static void choose_tangents(struct source *s, struct problem *problem, enum content content) {
@@ -768,6 +781,7 @@ static void choose_call(struct source *s, struct problem *problem, enum pass pas
         choose_gradients(s, problem, content);
     if (pass == SUMMARY)
         choose_summary(s, problem);
+    choose_gate(s, problem, content);
 }
 
 void choose_attention(struct source *s, struct problem *problem) { choose_call(s, problem, FORWARD, DENSE); }

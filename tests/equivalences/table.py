@@ -37,7 +37,7 @@ Ask = Callable[[Call], Any]  # makes the call, and returns a tuple of arrays wit
 PREFERRED = cattn._cattn._get_isa()
 BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
 FLOATS: list[Any] = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
-ABOUT_VALUES = ("value", "dropout_p", "rng", "value_tangent")
+ABOUT_VALUES = ("value", "dropout_p", "rng", "gate", "value_tangent")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -314,7 +314,7 @@ def each_entry_has_its_own(call: Call) -> Call:
     """Return the call in which no two batch entries share what has a gradient."""
     call, batch = dict(call), batch_of(call)
     axes = 3 if max(call[name].ndim for name in ("query", "key", "value")) > 3 else 2
-    for name in ("key", "value", "attn_mask", "bias", "sinks"):
+    for name in ("key", "value", "attn_mask", "bias", "sinks", "gate"):
         if isinstance(call.get(name), (np.ndarray, list)):
             x = np.asarray(call[name])
             n = 1 if name == "sinks" else axes
@@ -361,7 +361,8 @@ STARTS = Row(
 
 # ---- layout: arrays with the heads first -----------------------------------------------------------------------------
 # Arguments and results with tokens and heads; all others have the heads before the queries in both layouts.
-ORDERED = {"query", "key", "value", "out", "grad_out", "out_tangent", *TANGENTS} - {"bias_tangent", "sinks_tangent"}
+ORDERED = {"query", "key", "value", "gate", "out", "grad_out", "out_tangent", *TANGENTS}
+ORDERED -= {"bias_tangent", "sinks_tangent"}
 
 
 def swapped(x: Any) -> Any:
@@ -574,7 +575,70 @@ PRODUCTS = Row(
 )
 
 
-ROWS = {row.option: row for row in (BLOCK_MASK, STARTS, LAYOUT, QUANTIZED, KEY_INDICES, STORED_AS_HALVES, PRODUCTS)}
+# ---- gate: the output before it, times the output for a single key whose value is 1 ---------------------------------
+def times_the_gate(ask: Ask, call: Call) -> Any:
+    """The output is rounded to a half after the product; statistics and weights do not know the gate."""
+    call = dict(call)
+    gate = call.pop("gate", None)
+    found = ask(widened(call))
+    if gate is None or getattr(found, "out", None) is None:
+        return ask(call)
+    one, stored = quiet(gate, found.out.dtype), np.result_type(call["query"], call["value"])
+    nothing = np.zeros((*one.shape[:-1], 1), one.dtype)
+    value = np.ones((*one.shape[:-2], 1, one.shape[-1]), one.dtype)
+    factor = cattn.scaled_dot_product_attention(nothing, nothing[..., :1, :], value, gate=one)
+    with np.errstate(all="ignore"):
+        fields = {"out": quiet(found.out * factor, stored)}
+    if found.weights is not None:
+        fields["weights"] = quiet(found.weights, stored)
+    return found._replace(**fields)
+
+
+def gated(T_q: int, T_k: int, *shape: int, scale: float = 4.0, **options: Any) -> Callable[[Any], Call]:
+    return lambda dtype: attend(
+        T_q,
+        T_k,
+        dtype,
+        gate=quiet(scale * numbers(5, *(shape or (2, options.get("heads", 4), T_q, 19))), dtype),
+        **options,
+    )
+
+
+@st.composite
+def with_a_gate(draw: st.DrawFn) -> Call:
+    call = without(draw(calls())[0], "gate")
+    result = cattn.explain(**call)
+    shape = result.outputs["out"][0]
+    own = [size if draw(st.booleans()) else 1 for size in shape[draw(st.integers(0, len(shape) - 2)) :]]
+    return call | {"gate": quiet(10 * numbers(draw(st.integers(0, 2**32)), *own), result.outputs["out"][1])}
+
+
+GATE = Row(
+    "gate",
+    {
+        "many queries": gated(150, 500),
+        "causal": gated(150, 150, is_causal=True),
+        "a number of each head": gated(130, 300, 2, 4, 130, 1),
+        "a number of each column": gated(9, 300, 1, 19),
+        "a step of decoding": gated(1, CHUNK + 77, **LOWER),
+        "a few steps": gated(6, 2 * CHUNK + 90, **LOWER),
+        "few tokens": gated(2, 30, heads=2, **LOWER),
+        "no keys": gated(3, 0, heads=2),
+        "far from 0": gated(40, 70, scale=90.0),
+        "window, softcap, slopes, sinks": gated(99, 400, sinks=SINKS, **LOWER, **SCORES),
+        "masks and dropout": gated(40, 300, attn_mask=bools(1, 40, 300), bias=numbers(2, 4, 1, 300), **DROPOUT),
+        "a list of keys": gated(20, 300, key_indices=np.arange(0, 300, 7)),
+    },
+    equivalent=times_the_gate,
+    drawn=with_a_gate(),
+    refuses={"tangents": "gate"},
+    derivatives=False,  # another product begins them: tests/values/test_backward.py
+)
+
+
+ROWS = {
+    row.option: row for row in (BLOCK_MASK, STARTS, LAYOUT, QUANTIZED, KEY_INDICES, STORED_AS_HALVES, PRODUCTS, GATE)
+}
 CASES = [(row, name) for row in ROWS.values() for name in row.cases]
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
 

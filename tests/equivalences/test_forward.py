@@ -150,7 +150,7 @@ def test_statistics_of_any_call(row: Row, isa: str, data: st.DataObject) -> None
 @every_case
 def test_stages(row: Row, name: str, isa: str) -> None:
     for dtype in dtypes_of(row, name, isa)[:2]:
-        call = without(row.cases[name](dtype), "value", "rng", "dropout_p")
+        call = without(row.cases[name](dtype), *ABOUT_VALUES)
         for stage in STAGES[:5] if row.option == "key_indices" else STAGES:
             dropout: Any = {"dropout_p": 0.4, "rng": 3} if stage == "dropout" else {}
             asked = call | {"stage": stage} | dropout

@@ -283,7 +283,7 @@ LIVE = {
 NOT_LIVE = {
     **dict.fromkeys(["query", "key", "value"], "the page has them as arrays"),
     **dict.fromkeys(["query_seq_lengths", "key_value_seq_lengths"], "the page shows no padding on the right"),
-    **dict.fromkeys(["block_mask", "block_size", "key_indices", "bias"], "the page has no control for it"),
+    **dict.fromkeys(["block_mask", "block_size", "key_indices", "bias", "gate"], "the page has no control for it"),
     **dict.fromkeys(["key_scale", "value_scale", "compute_dtype"], "the page computes float32"),
     **dict.fromkeys(["enable_gqa", "layout"], "each head of the page has keys of its own"),
 }

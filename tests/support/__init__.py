@@ -381,6 +381,8 @@ def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None) -> 
     largest = float(size.max(initial=0, where=visible))
     if problem.one_head:
         out, weights, lse = out[..., 0, :, :], weights[..., 0, :, :], lse[..., 0, :]
+    if call.get("gate") is not None:
+        out = out / (1 + np.exp(-np.asarray(call["gate"]).astype(dtype)))
     return Textbook(out, weights, lse, largest)
 
 

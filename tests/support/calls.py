@@ -198,7 +198,7 @@ REALS = {
     "BOUND": (0.7, 5.0, 50, 0),
     "PROBABILITY": (0.1, 0.5, 1.0),
 }
-ORDERED = ("query", "key", "value", "grad_out", "out")  # what `layout` is about, and the tangents of these
+ORDERED = ("query", "key", "value", "gate", "grad_out", "out")  # what `layout` is about, and the tangents of these
 
 
 def options_of(function: Function) -> list[str]:
@@ -281,7 +281,7 @@ def _up_to(letter: str, low: str = "") -> Maker:
 
 
 KINDS: dict[str, Maker] = {
-    **dict.fromkeys(("STORED", "KEYS", "VALUES"), _stored),
+    **dict.fromkeys(("STORED", "KEYS", "VALUES", "GATES"), _stored),
     "MASK": _mask,
     "COMPUTED": lambda _, sizes, rng, shape: np.asarray(rng.standard_normal(shape), sizes.dtype),
     "OFFSETS": _up_to("S", "T"),
@@ -465,8 +465,12 @@ def packed(
     if "key_scale" not in without and choose((False, True)):
         call = quantize(choose, call)
     call |= {f"cu_seqlens_{x}": lay_out(choose, each) for x, each in zip("qk", edges, strict=True)}
-    call |= options(choose, sizes, [name for name in names if name != "is_causal"])
+    call |= options(choose, sizes, [name for name in names if name not in ("is_causal", "gate")])
     call.pop("query_offset", None)
+    if "gate" in names and choose((False, True)):
+        heads, _, width = sizes.axes_of(OPERANDS["gate"].axes)
+        shape = broadcastable(choose, [int(edges[0][-1]), heads, width])
+        call["gate"] = lay_out(choose, _stored(choose, sizes, seed(choose), shape))
     call |= choose([{"is_causal": "upper_left"}, {"is_causal": "lower_right"}, {"is_causal": True}, {}])
     if call.get("is_causal") in (True, None):
         call["alignment"] = choose(["upper_left", "lower_right"])
@@ -494,6 +498,9 @@ def padded(call: Call, filling: float = np.nan) -> Call:
     found = dict(call)
     edges_q, edges_k = found.pop("cu_seqlens_q"), found.pop("cu_seqlens_k")
     found["query"] = pad(call["query"], edges_q, filling)
+    if "gate" in call:
+        shape = (*call["query"].shape[:-1], np.shape(getattr(call["value"], "values", call["value"]))[-1])
+        found["gate"] = pad(np.broadcast_to(call["gate"], shape), edges_q, filling)
     for name in ("key", "value"):
         if name not in call:
             continue

@@ -45,7 +45,7 @@ def arguments(call: Call) -> dict[str, Any]:
     for name in ("attn_mask", "bias"):
         if call.get(name) is not None and np.asarray(call[name]).dtype.kind == "f":
             found["bias"] = call[name]
-    return found | ({"sinks": call["sinks"]} if "sinks" in call else {})
+    return found | {name: call[name] for name in ("sinks", "gate") if name in call}
 
 
 def check(call: Call, rtol: float) -> None:
@@ -63,10 +63,11 @@ def check(call: Call, rtol: float) -> None:
 
 
 # ---- tangents ------------------------------------------------------------------------------------------------------
-TANGENTS = [f"{name}_tangent" for name in FIELDS]
+MOVING = [name for name in FIELDS if name != "gate"]  # what may have a tangent
+TANGENTS = [f"{name}_tangent" for name in MOVING]
 
 
-def direction(call: Call, seed: int = 2, names: Any = FIELDS) -> Call:
+def direction(call: Call, seed: int = 2, names: Any = MOVING) -> Call:
     """Return random tangents of the inputs, each with the shape and type of its input."""
     rng = np.random.default_rng(seed)
     found = {name: np.asarray(a) for name, a in arguments(call).items()}
@@ -164,7 +165,21 @@ def options(rng: np.random.Generator, B: int, H: int, T_q: int, T_k: int) -> dic
     }
 
 
+def gated(rng: np.random.Generator, B: int, H: int, T_q: int, D_v: int) -> dict[str, Call]:
+    """Return gates of every shape, and with other options."""
+    gate = 3 * rng.standard_normal((B, H, T_q, D_v))
+    return {
+        "gate": {"gate": gate},
+        "gate of heads": {"gate": gate[..., :1], "is_causal": "upper_left"},
+        "gate of columns": {"gate": gate[0, 0, 0], "sinks": rng.standard_normal(H)},
+        "gate of all heads": {"gate": gate[:, :1], "dropout_p": 0.3, "rng": 7},
+        "gate of hidden rows": {"gate": gate, "query_seq_lengths": rng.integers(0, T_q, B)},
+        "gate far from 0": {"gate": 100 * gate, "softcap": 3.0},
+    }
+
+
 NAMES = list(options(np.random.default_rng(0), 1, 1, 1, 1))
+GATES = list(gated(np.random.default_rng(0), 1, 1, 1, 1))
 TOLERANCE = {np.float32: 2e-5, np.float64: 1e-13}
 
 

@@ -21,8 +21,8 @@ import numpy as np
 import cattn
 from cattn import _cattn, reference
 from cattn.reference._attention import Problem as Scores
-from cattn.reference._attention import score
-from cattn.reference._shared import rounded_to_bfloat16
+from cattn.reference._attention import of_output, score
+from cattn.reference._shared import logistic, rounded_to_bfloat16
 from support import (
     HALVES,
     INF,
@@ -63,10 +63,10 @@ from support.derivatives import arguments, direction, results_of
 TABLES = [entry["name"] for entry in _cattn._isa_list() if entry["usable"]]
 SAME_BITS = [name for name in TABLES if in_contract(name)]
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
-VALUE = ("value",)  # what weights and statistics do not take
+VALUE = ("value", "gate")  # what weights and statistics do not take
 DROPOUT = ("dropout_p", "rng")
 NOT_OF_STATISTICS = (*VALUE, *DROPOUT, "compute_dtype")
-SCORED = {*OPERANDS, *NUMBERS} - {"query", "key", "value", "sinks", *DROPOUT}  # what the scores depend on
+SCORED = {*OPERANDS, *NUMBERS} - {"query", "key", "value", "sinks", "gate", *DROPOUT}  # what the scores depend on
 BUDGET = 6e6  # multiply-adds of a problem: it is computed some hundred times, also without vectors
 
 
@@ -212,6 +212,10 @@ def poisoned(call: Call) -> Call:
         if name != "query" and f"{name}_tangent" in call:
             tangent = call[f"{name}_tangent"]
             found[f"{name}_tangent"] = np.where(seen, tangent, np.asarray(NAN, tangent.dtype))
+    if "gate" in call:
+        sees = np.broadcast_to(visible.any(-1)[..., None], (*visible.shape[:-1], call["value"].shape[-1]))
+        gate = call["gate"]
+        found["gate"] = np.where(sum_to(sees, gate.shape) > 0, gate, np.asarray(NAN, gate.dtype))
     for name in ("attn_mask", "bias"):
         a = call.get(name)
         if a is not None and a.dtype.kind == "f":
@@ -511,6 +515,11 @@ def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.At
     weights = problem.of_all_keys(weights)
     eps = np.finfo(dtype).eps * (8 * (1 + largest) + terms) + (0 if dtype == np.float64 else np.finfo(dtype).eps)
     delta = (grad_out * out).sum(-1) + grad_lse
+    of_gate = None
+    if wanted.gate is not None:
+        gates = of_output(call["gate"], "gate", problem, "bhtd")
+        of_gate = grad_out * out * logistic(-gates)
+        grad_out = grad_out * logistic(gates)
     dS = weights * (factor * (grad_out @ v.swapaxes(-1, -2)) + delta[..., None])
     scale = 2 * abs(problem.scale)
     least = 4 * float(np.finfo(dtype).smallest_normal) * (1 + terms)  # of results that underflow
@@ -530,7 +539,8 @@ def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.At
         with np.errstate(all="ignore"):
             mass = np.nan_to_num(np.exp(np.asarray(call["sinks"], np.float64)[..., None] - lse)) * delta
         sinks = eps * sum_to(mass.sum(-1), wanted.sinks.shape) + least * mass.size
-    return cattn.AttentionGradients(*grads, bias, sinks)
+    gate = None if of_gate is None else tolerance(of_gate, wanted.gate.shape)
+    return cattn.AttentionGradients(*grads, bias, sinks, gate)
 
 
 def tangent_tolerance(call: Call, lse: np.ndarray) -> dict[str, np.ndarray]:
@@ -569,6 +579,7 @@ def check_tangents(call: Call, rng: np.random.Generator) -> None:
     """Check the derivative in a direction, and the bits of its gradients."""
     if "key_indices" in call or any(isinstance(call[name], cattn.Quantized) for name in ("key", "value")):
         return
+    call = without(call, "gate")
     names = [name for name in arguments(call) if rng.random() < 0.7]
     call = call | direction(call, int(rng.integers(2**32)), names)
     wide = widened(call)
@@ -600,8 +611,9 @@ def check_layout(call: Call) -> None:
     given = call | {"grad_out": cotangent(right.out), "out": right.out, "lse": right.lse}
     wanted = cattn.attention_backward(**given)
     for name, a in fields(cattn.attention_backward(**tokens_first(given))).items():
-        own = a.swapaxes(-3, -2) if name in ("query", "key", "value") else a
-        assert_same_bits(own, getattr(wanted, name), f"gradient of {name}, tokens before heads")
+        own = a.swapaxes(-3, -2) if name in ("query", "key", "value", "gate") else a
+        right_one = np.reshape(getattr(wanted, name), own.shape)  # a gate may have got more axes
+        assert_same_bits(own, right_one, f"gradient of {name}, tokens before heads")
 
 
 def check_call(call: Call, statistics: Call, rng: np.random.Generator) -> None:
@@ -641,6 +653,8 @@ def check_packed(call: Call, statistics: Call, rng: np.random.Generator) -> None
         own = cattn.varlen_attention_backward(grad_out, out=found.out, lse=found.lse, grad_lse=grad_lse, **call)
         for name, edges in (("query", edges_q), ("key", edges_k), ("value", edges_k)):
             assert_same_bits(getattr(own, name), unpad(getattr(grads, name), edges), f"gradient of {name}, {way}")
+        if grads.gate is not None and own.gate.shape == (*grad_out.shape,):
+            assert_same_bits(own.gate, unpad(grads.gate, edges_q), f"gradient of gate, {way}")
         if grads.sinks is not None:
             assert_same_bits(own.sinks, grads.sinks, f"gradient of sinks, {way}")
         summary = cattn.varlen_attention_statistics(**without(call, *NOT_OF_STATISTICS), **statistics)

@@ -45,7 +45,19 @@ TABLE = {
 }
 IS_ATTENTION = {name: "attn_mask" in {row.name for row in rows} for name, rows in TABLE.items()}
 INTEGERS = ("OFFSETS", "QUERY_COUNTS", "KEY_COUNTS", "LISTS", "EDGES")
-FLOATS = ("STORED", "KEYS", "VALUES", "COMPUTED", "PROMOTED", "FACTOR", "WEIGHT", "POSITIONS", "SLOPES", "LOGITS")
+FLOATS = (
+    "STORED",
+    "GATES",
+    "KEYS",
+    "VALUES",
+    "COMPUTED",
+    "PROMOTED",
+    "FACTOR",
+    "WEIGHT",
+    "POSITIONS",
+    "SLOPES",
+    "LOGITS",
+)
 RESULTS = {"grad_out": "out", "grad_state": "state", "weights": "out"}  # of the forward pass: what a gradient takes
 
 

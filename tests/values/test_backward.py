@@ -16,6 +16,7 @@ from support import INF, NAN, assert_same_bits, examples, looped, quiet
 from support.calls import calls
 from support.derivatives import (
     FIELDS,
+    GATES,
     NAMES,
     SHAPES,
     TOLERANCE,
@@ -24,6 +25,7 @@ from support.derivatives import (
     backward,
     check,
     forward,
+    gated,
     options,
     qkv,
     random_gradients,
@@ -31,10 +33,10 @@ from support.derivatives import (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *GATES])
 def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.random.Generator) -> None:
     call = qkv(rng, dtype, (2, 3, 130, 20), (2, 3, 250, 20), (2, 3, 250, 9))
-    check(call | options(rng, 2, 3, 130, 250)[name], TOLERANCE[dtype])
+    check(call | (options(rng, 2, 3, 130, 250) | gated(rng, 2, 3, 130, 9))[name], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -104,10 +106,10 @@ def check_differences(call: Call, seed: int = 0) -> None:
 
 
 @pytest.mark.promise("gradients")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *GATES])
 def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4))
-    check_differences(call | options(rng, 2, 3, 9, 12)[name])
+    check_differences(call | (options(rng, 2, 3, 9, 12) | gated(rng, 2, 3, 9, 4))[name])
 
 
 @examples(25)
@@ -307,6 +309,7 @@ FORGOTTEN: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3, "rng": 7, "is_causal": "upper_left"},
     "sinks": {"sinks": np.array([1.0, 4.0, 3.0])},
     "sinks of each": {"sinks": np.full((2, 3), 4.0)},
+    "gate": gated(np.random.default_rng(3), 2, 3, 130, 9)["gate"],
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ import cattn
 from cattn import reference
 from support import HALVES, NAN, assert_same_bits
 from support.derivatives import (
-    FIELDS,
+    MOVING,
     NAMES,
     SHAPES,
     TANGENTS,
@@ -55,20 +56,21 @@ def test_every_shape_agrees_with_the_reference(name: str, extra: str, dtype: Any
     check_tangents(call, direction(call), LOOSER[dtype])
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_missing_tangent_is_a_tangent_of_zeros(name: str, softcap: float | None, rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 5)) | {"softcap": softcap}
     call |= {"bias": rng.standard_normal((3, 20, 30)), "sinks": rng.standard_normal(3)}
     every = direction(call)
-    for some in (direction(call, names=[name]), direction(call, names=set(FIELDS) - {name})):
+    for some in (direction(call, names=[name]), direction(call, names=set(MOVING) - {name})):
         zeros = {key: np.zeros_like(every[key]) for key in every if key not in some}
         for actual, expected in (
             (derive(call, some), derive(call, some | zeros)),
             (second(call, some), second(call, some | zeros)),
         ):
             for a, b in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(a, b, rtol=0, atol=1e-14)
+                if a is not None or b is not None:
+                    np.testing.assert_allclose(a, b, rtol=0, atol=1e-14)
 
 
 def test_without_tangents_the_derivatives_are_zero(rng: np.random.Generator) -> None:
@@ -107,7 +109,9 @@ def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.G
     np.testing.assert_allclose((outputs(h).out - outputs(-h).out) / (2 * h), result.out_tangent, atol=1e-6)
     difference = (outputs(h).lse[finite] - outputs(-h).lse[finite]) / (2 * h)
     np.testing.assert_allclose(difference, result.lse_tangent[finite], atol=1e-6)
-    for field, a, b, c in zip(FIELDS, gradients(h), gradients(-h), second(call, tangents), strict=True):
+    for field, a, b, c in zip(
+        cattn.AttentionGradients._fields, gradients(h), gradients(-h), second(call, tangents), strict=True
+    ):
         if a is not None:
             np.testing.assert_allclose((a - b) / (2 * h), c, atol=1e-6, err_msg=field)
 
@@ -262,7 +266,8 @@ def test_tangents_that_vanish_are_no_error(dtype: Any, rng: np.random.Generator)
 
 
 def test_the_reference_has_the_same_signatures() -> None:
-    assert [f"{name}_tangent" for name in FIELDS] == TANGENTS
+    parameters = inspect.signature(reference.attention_jvp).parameters
+    assert [name for name in parameters if name.endswith("_tangent")] == TANGENTS
     result = reference.attention_jvp(X, X, X, query_tangent=X)
     assert result.lse is None
     assert result.lse_tangent is None

@@ -49,6 +49,7 @@ _NOTHING_RETURNED = "it returns no output: call scaled_dot_product_attention for
 _ONLY_GRADIENTS = "only gradients are returned: ask scaled_dot_product_attention for it"
 _NO_DROPOUT = "the statistics are of the weights before dropout"
 _NO_VALUE = "no values are read"
+_BEFORE_THE_GATE = "weights are those before the gate, which multiplies the output alone"
 _NO_COMMON_SCORES = "packed sequences have no common matrix of scores: pad them for scaled_dot_product_attention"
 
 _HEADS_FIRST = "the arrays are (B, H, T, head_dim): pass {}, which copies nothing, of (B, T, H, head_dim)"
@@ -68,6 +69,7 @@ _PACKED = {
 _PACKED_OWN = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k alignment"
 _STATISTICS = {
     "value": _NO_VALUE,
+    "gate": _BEFORE_THE_GATE,
     "dropout_p": _NO_DROPOUT,
     "rng": _NO_DROPOUT,
     "return_weights": "call attention_weights for it",
@@ -82,6 +84,7 @@ _GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask
 _GRADIENTS_OWN = "grad_out lse grad_lse merged"
 _TANGENTS = {
     "key_indices": "pass a boolean attn_mask of the listed keys",
+    "gate": "multiply the output by the gate's sigmoid, and the derivative by the product rule",
     "compute_dtype": "leave it out, and round the inputs: derivatives are computed in the dtype of the inputs",
     "return_weights": "call attention_weights for them",
     "return_dropout_mask": "the mask is the mask of scaled_dot_product_attention with the same rng",
@@ -95,6 +98,7 @@ DOORS: dict[str, Door] = {
     "attention_weights": Door(
         {
             "value": _NO_VALUE,
+            "gate": _BEFORE_THE_GATE,
             "return_weights": "the weights are what is returned",
             "return_lse": _NOTHING_RETURNED,
             "return_dropout_mask": "pass stage='dropout' for the weights after dropout",
@@ -173,6 +177,7 @@ DOORS: dict[str, Door] = {
             "return_weights": _NO_WHOLE_ROWS,
             "return_dropout_mask": _NO_WHOLE_ROWS,
             "key_indices": "the keys of a list lie in any chunk",
+            "gate": "tasks see some keys of a row each: multiply the result by the gate's sigmoid",
             "out": "the result is computed later",
         },
         otherwise="call cattn on the arrays of a chunk for it: tasks have no such argument",

@@ -94,6 +94,8 @@ class AttentionGradients(NamedTuple):
         Gradient of bias or, where there is none, of a float attn_mask. None where neither was given.
     sinks : ndarray or None
         Gradient of sinks; None without them.
+    gate : ndarray or None
+        Gradient of gate; None without one.
 
     Examples
     --------
@@ -114,6 +116,7 @@ class AttentionGradients(NamedTuple):
     value: Any
     bias: Any = None
     sinks: Any = None
+    gate: Any = None
 
     def __repr__(self) -> str:
         return show_fields(self)

@@ -222,6 +222,10 @@ def scaled_dot_product_attention(
         `key`: attn_mask, bias and block_mask are gathered along, and a key outside of causality, window or lengths is
         left out like -1. Weights have the shape (..., T_q, n), 0 where an entry has no key. Not with dropout_p or
         alibi_slopes.
+    gate : array_like of float, optional
+        Multiplies the output by its sigmoid, before halves are rounded. Broadcasts to the output, in whose layout and
+        dtype it is read; (..., T_q, 1) has one number for each query and head. Weights and log-sum-exp are those before
+        it.
     compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
         "bfloat16" rounds query, key, value and the weights to bfloat16 for the two products, which are summed in
         float32. That is faster where the processor has the instruction (AVX512_BF16, on AMD), and the bits are the same

@@ -18,10 +18,11 @@ __all__ = ["attention_backward", "attention_jvp", "attention_jvp_backward"]
 @in_default_mode
 @np.errstate(all="ignore")
 def sum_gradients(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
-    """Return each gradient in the shape of its argument; the gradients of query, key and value in dtype."""
+    """Return each gradient in the shape of its argument; the gradients of query, key, value and gate in dtype."""
     pairs = zip(gradients, shapes, strict=True)
-    sums: list[Any] = [None if gradient is None else sum_to(gradient, shape) for gradient, shape in pairs]
-    return AttentionGradients(*(total.astype(dtype, copy=False) for total in sums[:3]), *sums[3:])
+    sums = AttentionGradients(*(None if gradient is None else sum_to(gradient, shape) for gradient, shape in pairs))
+    stored = {name: getattr(sums, name) for name in ("query", "key", "value", "gate")}
+    return sums._replace(**{n: x if x is None else x.astype(dtype, copy=False) for n, x in stored.items()})
 
 
 def sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -71,7 +72,7 @@ def attention_backward(  # type: ignore[empty-body]
     Returns
     -------
     AttentionGradients
-        Gradients of query, key, value, bias and sinks, each in the shape of its argument: summed over broadcast
+        Gradients of query, key, value, bias, sinks and gate, each in the shape of its argument: summed over broadcast
         axes, and for key-value heads over their group. The dtype is the dtype of the output; for halves, bias and sinks
         have float32. `bias` is the gradient of the argument bias if that was given, else of a float attn_mask.
 
@@ -123,6 +124,9 @@ def attention_backward(  # type: ignore[empty-body]
        \frac{\partial L}{\partial s_{ij}} &= w_{ij} \left(g_i \cdot v_j - g_i \cdot \text{out}_i + h_i\right) \\
        \text{grad query}_i &= \text{scale} \sum_j \frac{\partial L}{\partial s_{ij}} k_j, \qquad
        \text{grad key}_j = \text{scale} \sum_i \frac{\partial L}{\partial s_{ij}} q_i
+
+    With a gate, out is the gated output, and so are the gradients: with its sigmoid G, :math:`g_i G_i` takes the place
+    of :math:`g_i` everywhere but beside out, and the gradient of the gate is :math:`g_i \, \text{out}_i (1 - G_i)`.
 
     A hidden key and its value have no influence on the gradient of a query, nor has the query on their gradients,
     whatever they hold: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0,

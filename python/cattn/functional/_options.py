@@ -56,6 +56,7 @@ class AttentionOptions(DenseOptions, total=False):
     """Options of a forward pass and its gradients."""
 
     key_indices: ArrayLike | None
+    gate: ArrayLike | None
     compute_dtype: ComputeDType
     rng: RNG
 
@@ -86,6 +87,7 @@ class PackedAttentionOptions(PackedOptions, total=False):
     """Options of a forward pass of packed sequences and its gradients."""
 
     dropout_p: float
+    gate: ArrayLike | None
     compute_dtype: ComputeDType
     rng: RNG
 
@@ -134,6 +136,8 @@ block_mask : BlockMask, optional
     Which blocks of queries and keys are visible.
 key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
     The keys that each query sees, -1 for none.
+gate : array_like of float, optional
+    Multiplies the output by its sigmoid. Broadcasts to the output, in whose dtype it is read.
 compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
     As in scaled_dot_product_attention.
 rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes

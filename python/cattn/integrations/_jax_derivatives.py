@@ -26,7 +26,7 @@ from ._jax_linear import Arrays, call_linear
 ARGUMENTS, RESULTS = _cattn._xla_operands()
 BIT = {name: 1 << i for i, name in enumerate((*ARGUMENTS, *RESULTS))}
 
-INPUTS = ("query", "key", "value", "bias", "sinks")  # each has a gradient and may have a tangent
+INPUTS = ("query", "key", "value", "bias", "sinks", "gate")  # each has a gradient and, but for a gate, a tangent
 TANGENTS = tuple(f"{name}_tangent" for name in INPUTS)
 
 Pass = Literal["forward", "backward", "jvp", "jvp_backward"]
@@ -88,6 +88,8 @@ def gradient_shapes(at: Arrays, wanted: Sequence[str]) -> dict[str, Any]:
         shapes["bias"] = _bias_gradient_shape(at["query"], at["key"], at["bias"])
     if "sinks" in shapes:
         shapes["sinks"] = (at["query"].shape[0], at["query"].shape[2])
+    if "gate" in at:
+        shapes["gate"] = at["forward_out"].shape
     dtype = compute_dtype(at["query"].dtype)
     return {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
@@ -159,8 +161,8 @@ def _inputs(at: Arrays) -> dict[str, Any]:
 
 def _jvp(options: Options, at: Arrays, along: Arrays) -> dict[str, Any]:
     """Return the derivatives of both results in this direction."""
-    if quantized_names(at):
-        _refuse("forward mode and no second derivatives with quantized arrays")
+    if quantized_names(at) or "gate" in at:
+        _refuse(f"forward mode and no second derivatives with {'a gate' if 'gate' in at else 'quantized arrays'}")
     out = at["forward_out"]
     given = _inputs(at) | {f"{name}_tangent": tangent for name, tangent in along.items()}
     return _call("jvp", options, given, {

@@ -244,6 +244,7 @@ class _Options(TypedDict, total=False):
     sinks: Any
     block_mask: BlockMask | tuple[Any, int] | None
     key_indices: None
+    gate: None
     compute_dtype: ComputeDType
     rng: RNG
     out: None

@@ -106,6 +106,7 @@ class _Options(TypedDict, total=False):
     alibi_slopes: Any
     sinks: Any
     block_mask: Any
+    gate: Any
     dropout_p: float
     dropout_key: Any
 
@@ -168,6 +169,8 @@ def dot_product_attention(
     block_mask : BlockMask or (array of bool, int), optional
         True where all pairs of a block of queries and keys are visible; hidden blocks take no time. The blocks
         broadcast to (B, N, ceil(T / size), ceil(S / size)). The size must be known when the call is traced.
+    gate : array, optional
+        Multiplies the output by its sigmoid. Broadcasts to (B, T, N, D), and is read in the dtype of query.
     dropout_key : key of jax.random, optional
         Draws the dropout mask. Required if dropout_p is above 0, else ignored.
 
@@ -185,9 +188,10 @@ def dot_product_attention(
     ``words = jax.random.bits(dropout_key, (2,), "uint32")``.
 
     The output and the residual are differentiable twice in query, key, value, bias and sinks, in reverse mode, in
-    forward mode (``jax.jvp``), and in one over the other (``jax.hessian``); with quantized arrays once, by ``grad``.
-    JAX's own function stops the gradient of its residual. `cattn.set_num_threads` sets the number of threads. The
-    context `cattn.num_threads` has no effect, because JAX computes on threads of its own.
+    forward mode (``jax.jvp``), and in one over the other (``jax.hessian``). With quantized arrays, or with a gate, they
+    are so once, by ``grad``, in the gate too. JAX's own function stops the gradient of its residual.
+    `cattn.set_num_threads` sets the number of threads. The context `cattn.num_threads` has no effect, because JAX
+    computes on threads of its own.
 
     Examples
     --------
@@ -213,7 +217,7 @@ def dot_product_attention(
     for name, axes, kind, _, _ in _OPERANDS:
         if given.get(name) is not None:
             wanted = tuple(sizes[letter] for letter in ("B", *axes))
-            operands[name] = READERS[kind](given[name], name, wanted, compute_dtype(operands["query"].dtype))
+            operands[name] = READERS[kind](given[name], name, wanted, operands["query"].dtype)
     if given["dropout_p"] > 0:
         operands["dropout_seed"] = read_seed(dropout_key, float(given["dropout_p"]))
     found = _compiled(compiled, operands)
@@ -313,7 +317,7 @@ def read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
 def sizes_of(inputs: Arrays, block_size: Any) -> dict[str, int]:
     """Return the sizes of the call by the letters of csrc/call/operands.h, and B for the batch."""
     batch, seqlen_q, heads = inputs["query"].shape[:3]
-    sizes = {"B": batch, "N": heads, "T": seqlen_q, "S": inputs["key"].shape[1]}
+    sizes = {"B": batch, "N": heads, "T": seqlen_q, "S": inputs["key"].shape[1], "D": inputs["value"].shape[3]}
     if block_size is not None:
         sizes |= {"X": -(-sizes["T"] // block_size), "Y": -(-sizes["S"] // block_size)}
     return sizes
@@ -341,7 +345,7 @@ def _read_scores(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
         raise TypeError(f"bias has dtype {array.dtype} and no scale: multiply it by its scale")
     if name == "bias" and array.dtype == bool:
         raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
-    return own.astype(bool if name == "mask" else dtype)
+    return own.astype(bool if name == "mask" else compute_dtype(dtype))
 
 
 def _read_blocks(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
@@ -377,13 +381,23 @@ def _read_heads(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
         raise shape_error(name, f"(N,) = ({heads},) or (B, N) = {full}", array.shape)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(-1, heads).astype(dtype)
+    return array.reshape(-1, heads).astype(compute_dtype(dtype))
 
 
-# What reads an array of a kind of csrc/call/operands.h, given its whole shape and the dtype of the computation.
+def _read_gate(obj: Any, name: str, full: tuple[int, ...], dtype: Any) -> Any:
+    """Return numbers that broadcast to the output, with four axes."""
+    array, (batch, heads, tokens, width) = as_array(obj, name), full
+    own = _broadcast(array, name, (batch, tokens, heads, width), f"(B, T, N, D) = {(batch, tokens, heads, width)}")
+    if array.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}")
+    return own.astype(dtype)
+
+
+# What reads an array of a kind of csrc/call/operands.h, given its whole shape and the dtype of query.
 READERS = {
     "MASK": _read_scores, "COMPUTED": _read_scores, "OFFSETS": _read_integers, "QUERY_COUNTS": _read_integers,
     "KEY_COUNTS": _read_integers, "SLOPES": _read_heads, "LOGITS": _read_heads, "BLOCKS": _read_blocks,
+    "GATES": _read_gate,
 }  # fmt: skip
 
 

@@ -16,7 +16,19 @@ from cattn.functional._options import DenseOptions, spelled_out
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
-from ._shared import Bools, Floats, boolean, deliver, new_seed, numbers, plain, probability, quiet, rounded_to_bfloat16
+from ._shared import (
+    Bools,
+    Floats,
+    boolean,
+    deliver,
+    logistic,
+    new_seed,
+    numbers,
+    plain,
+    probability,
+    quiet,
+    rounded_to_bfloat16,
+)
 from ._softmax import softmax
 
 if TYPE_CHECKING:
@@ -28,6 +40,7 @@ STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 
 class _Options(DenseOptions, total=False):
     key_indices: ArrayLike | None
+    gate: ArrayLike | None
     compute_dtype: ComputeDType
     rng: int | None
     return_weights: bool
@@ -67,7 +80,7 @@ def scaled_dot_product_attention(
         value is NaN. NaN or infinity in a visible key affects the rows that see it.
     """
     p, given = probability(dropout_p, "dropout_p"), dict[str, Any](options)
-    sinks, rng, out = given.pop("sinks"), given.pop("rng"), given.pop("out")
+    sinks, gate, rng, out = (given.pop(name) for name in ("sinks", "gate", "rng", "out"))
     extras = {name: given.pop(f"return_{name}") for name in ("weights", "lse", "dropout_mask")}
     problem = score((query, key, value), attn_mask, is_causal, **given)
     if problem.indices is not None and (p > 0 or extras["dropout_mask"]):
@@ -77,6 +90,9 @@ def scaled_dot_product_attention(
     drop_bits = _dropout_bits(p, seed, problem)
     dense, visible = problem.of_all_keys(apply_dropout(weights, drop_bits, p)), problem.of_all_keys(problem.visible)
     result = _weighted_sum(dense, problem.value, visible, is_mean=p == 0)
+    if gate is not None:
+        factor = logistic(of_output(gate, "gate", problem, given["layout"]))
+        result = np.where(visible.any(axis=-1, keepdims=True), result * factor, 0.0)
 
     if problem.one_head:
         result, weights = result[..., 0, :, :], weights[..., 0, :, :]
@@ -138,11 +154,20 @@ def varlen_attention(
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
     result = scaled_dot_product_attention(
         pad(query, edges_q, "query"), pad(key, edges_k, "key"), pad(value, edges_k, "value"), return_lse=True,
+        gate=pad_gate(keywords.pop("gate", None), query, value, edges_q),
         **padded_options(edges_q, edges_k, alignment, keywords),
     )  # fmt: skip
     assert isinstance(result, AttentionOutput)
     out = unpad(result.out, edges_q)
     return AttentionOutput(out, lse=unpad(result.lse[..., None], edges_q)[..., 0].T) if return_lse else out
+
+
+def pad_gate(gate: ArrayLike | None, query: ArrayLike, value: Stored, edges: NDArray[Any]) -> Floats | None:
+    """Return the gate of packed sequences as `pad` does, in the shape of the output."""
+    if gate is None:
+        return None
+    shape = (*np.shape(query)[:-1], np.shape(plain(value, "value"))[-1])
+    return pad(np.broadcast_to(numbers(gate, "gate"), shape), edges, "gate")
 
 
 def pad(packed: Stored, edges: NDArray[Any], name: str) -> Floats:
@@ -354,6 +379,15 @@ def reordered(array: Floats, layout: Layout) -> Floats:
     if layout not in ("bhtd", "bthd"):
         raise ValueError(f"layout must be 'bhtd' or 'bthd', got {layout!r}")
     return array.swapaxes(-3, -2) if layout == "bthd" else array
+
+
+def of_output(given: ArrayLike, name: str, problem: Problem, layout: Layout) -> Floats:
+    """Return an array that broadcasts to the output, in the shape (..., heads, T_q, D_v)."""
+    shape = (*problem.scores.shape[:-1], problem.value.shape[-1])
+    own = numbers(given, name)
+    if problem.one_head:
+        return np.broadcast_to(own, shape[:-3] + shape[-2:])[..., None, :, :]
+    return np.broadcast_to(reordered(own[(None,) * (3 - own.ndim)], layout), shape)
 
 
 def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:

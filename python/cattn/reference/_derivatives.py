@@ -10,10 +10,22 @@ from numpy.typing import ArrayLike
 from cattn._input.objects import Quantized, Stored
 from cattn._input.types import AttentionGradients, AttentionTangents, Layout
 
-from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, pad, padded_options, reordered, score, unpad
+from ._attention import (
+    Problem,
+    _dropout_bits,
+    _weighted_sum,
+    normalize,
+    of_output,
+    pad,
+    pad_gate,
+    padded_options,
+    reordered,
+    score,
+    unpad,
+)
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal
-from ._shared import Bools, Floats, boolean, deliver, numbers, probability, quiet
+from ._shared import Bools, Floats, boolean, deliver, logistic, numbers, probability, quiet
 
 
 @quiet
@@ -44,12 +56,13 @@ def attention_backward(
         d sink = -sum(P_sink * delta), where delta of a query that sees no key is -dL
 
     where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
-    summed over the axes along which its argument was broadcast. Options are the same as in the forward pass, and `out`
-    and `lse` are its results; they are not checked, so `merged` changes nothing. Hidden pairs have no influence, even
-    if they are NaN.
+    summed over the axes along which its argument was broadcast. With the logistic function G of a gate, d gate =
+    dO * O * (1 - G), and dO * G takes the place of dO everywhere but in delta. Options are the same as in the forward
+    pass, and `out` and `lse` are its results; they are not checked, so `merged` changes nothing. Hidden pairs have no
+    influence, even if they are NaN.
     """
     p, layout = probability(dropout_p, "dropout_p"), options.get("layout", "bhtd")
-    inputs = (query, key, value)
+    inputs, gate = (query, key, value), options.pop("gate", None)
     problem = score(inputs, attn_mask, is_causal, **options)
     q, k, v, visible = problem.query, problem.key, problem.value, problem.visible
     grads_out, outs = (reordered(numbers(a, name), layout) for a, name in ((grad_out, "grad_out"), (out, "out")))
@@ -66,6 +79,13 @@ def attention_backward(
     if grad_lse is not None:
         grads_lse = numbers(grad_lse, "grad_lse").reshape(row_lse.shape)
     delta = (grads_out * outs).sum(axis=-1) - grads_lse
+    grad_gate = None
+    if gate is not None:
+        gates = of_output(gate, "gate", problem, layout)
+        per_element = np.where(visible.any(axis=-1, keepdims=True), grads_out * outs * logistic(-gates), 0.0) + 0.0
+        of_gate = reordered(per_element[..., 0, :, :] if problem.one_head else per_element, layout)
+        grad_gate = _sum_to(of_gate, np.shape(gate))
+        grads_out = grads_out * logistic(gates)
     products = problem.of_listed_keys(grads_out @ np.swapaxes(v, -1, -2))
     dP = np.where(factor != 0, factor * products, 0.0)
     dS = np.where(visible_mass, weights * (dP - delta[..., None]), 0.0)
@@ -90,7 +110,7 @@ def attention_backward(
         mass = np.where(sink_mass, np.exp(sink - row_lse) * sink_delta, 0.0)
         grad_sinks = _sum_to(-mass.sum(axis=-1), np.shape(sinks))
     grads = sum_inputs(problem, (grad_q, grad_k, grad_v), inputs, layout)
-    return AttentionGradients(*grads, grad_bias, grad_sinks)
+    return AttentionGradients(*grads, grad_bias, grad_sinks, grad_gate)
 
 
 def varlen_attention_backward(
@@ -104,6 +124,7 @@ def varlen_attention_backward(
     cu_seqlens_k: ArrayLike,
     *,
     alignment: str | None = None,
+    gate: ArrayLike | None = None,
     grad_lse: ArrayLike | None = None,
     **options: Any,
 ) -> AttentionGradients:
@@ -117,12 +138,14 @@ def varlen_attention_backward(
         pad(grad_out, edges_q, "grad_out"), pad(query, edges_q, "query"), pad(key, edges_k, "key"),
         pad(value, edges_k, "value"), pad(out, edges_q, "out"),
         pad_lse(lse), grad_lse=None if grad_lse is None else pad_lse(grad_lse),
+        gate=pad_gate(gate, query, value, edges_q),
         **padded_options(edges_q, edges_k, alignment, options),
     )  # fmt: skip
     query_grad, key_grad, value_grad = (
         unpad(g, edges) for g, edges in zip(grads[:3], (edges_q, edges_k, edges_k), strict=True)
     )
-    return AttentionGradients(query_grad, key_grad, value_grad, sinks=grads.sinks)
+    of_gate = None if gate is None else _sum_to(unpad(grads.gate, edges_q), np.shape(gate))
+    return AttentionGradients(query_grad, key_grad, value_grad, sinks=grads.sinks, gate=of_gate)
 
 
 @quiet

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from cattn._input.objects import Stored
 from cattn._input.types import ComputeDType
 
-from ._shared import Floats, deliver, numbers, plain, quiet, rounded_to_bfloat16
+from ._shared import Floats, deliver, logistic, numbers, plain, quiet, rounded_to_bfloat16
 
 
 def _rows(x: Floats) -> Floats:
@@ -89,13 +89,6 @@ def _normal(x: Floats) -> Floats:
     return result
 
 
-def _logistic(v: Floats) -> Floats:
-    """Return 1 / (1 + exp(-v)) without losing digits where it is small."""
-    power = np.exp(-np.abs(v))
-    result: Floats = np.where(v < 0, power, 1.0) / (1 + power)
-    return result
-
-
 def _cubic(x: Floats) -> Floats:
     """Return twice the argument of the tanh that gelu is approximated by."""
     return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
@@ -103,7 +96,7 @@ def _cubic(x: Floats) -> Floats:
 
 def _product_slope(z: Floats, v: Floats) -> Floats:
     """Return the derivative of x times the logistic function of v, where z is x times the derivative of v."""
-    return _logistic(v) * (1 + z * _logistic(-v))
+    return logistic(v) * (1 + z * logistic(-v))
 
 
 def _is_tanh(approximate: str) -> bool:
@@ -116,7 +109,7 @@ def _is_tanh(approximate: str) -> bool:
 def gelu(x: ArrayLike, approximate: Approximation = "none", *, out: Floats | None = None) -> Floats:
     """Return x times the probability that a normal number is below x, or its approximation by a tanh."""
     given = _inside(x)
-    probability = _logistic(_cubic(given)) if _is_tanh(approximate) else _normal(given)
+    probability = logistic(_cubic(given)) if _is_tanh(approximate) else _normal(given)
     return deliver(np.asarray(given * probability), out)
 
 
@@ -138,7 +131,7 @@ def gelu_backward(
 def silu(x: ArrayLike, *, out: Floats | None = None) -> Floats:
     """Return ``x / (1 + exp(-x))``."""
     given = _inside(x)
-    return deliver(np.asarray(given * _logistic(given)), out)
+    return deliver(np.asarray(given * logistic(given)), out)
 
 
 @quiet

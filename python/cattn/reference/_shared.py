@@ -44,6 +44,13 @@ def probability(p: float, name: str) -> float:
     return float(p)
 
 
+def logistic(v: Floats) -> Floats:
+    """Return 1 / (1 + exp(-v)) without losing digits where it is small."""
+    power = np.exp(-np.abs(v))
+    result: Floats = np.where(v < 0, power, 1.0) / (1 + power)
+    return result
+
+
 def new_seed(rng: int | None) -> int:
     return int.from_bytes(os.urandom(8), "little") if rng is None else int(rng)
 

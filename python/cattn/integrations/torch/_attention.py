@@ -79,6 +79,7 @@ class _Options(RangeOptions, _ScoreOptions, total=False):
 
     block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
+    gate: Tensor | None
     compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
     rng: int | torch.Generator | None
 
@@ -113,7 +114,7 @@ def are_tokens_first(layout: object) -> bool:
 
 
 def _put_heads_first(tensors: dict[str, Any]) -> list[Any]:
-    """Return query, key, value and the scales of the last two, given with the tokens before the heads."""
+    """Return query, key, value, the scales of the last two and the gate, given with the tokens before the heads."""
     shapes = {"query": "T_q, heads, head_dim", "key": "T_k, heads, head_dim", "value": "T_k, heads, d_v"}
     for name, shape in shapes.items():
         check_tensor(tensors[name], name)
@@ -122,7 +123,7 @@ def _put_heads_first(tensors: dict[str, Any]) -> list[Any]:
     single = all(tensors[name].ndim == 3 for name in shapes)
     found: list[Any] = []
     for x in tensors.values():
-        if x is not None and x.ndim > 1:  # a scale may have fewer dimensions than its tensor
+        if x is not None and x.ndim > 1:  # a scale or a gate may have fewer dimensions
             x = (x if x.ndim > 2 else x[None]).transpose(-3, -2)
         found.append(x)
     if single:  # without a batch, axis -3 counts heads only with another axis before it
@@ -262,7 +263,7 @@ def attend_at_once(
         array = recorded("cattn::attention", _of_arrays, *arrays, **options)
         found = as_tensor(array, query.dtype)
     else:
-        found = recorded("cattn::attention", forward, (*tensors, None, None), options, False, False)[0]
+        found = recorded("cattn::attention", forward, (*tensors, None, None, None), options, False, False)[0]
     return found
 
 
@@ -331,8 +332,8 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, shape (..., T_q, d_v), or AttentionOutput
-        Differentiable once, in query, key, value, bias, an additive mask and sinks. The output of a query that sees no
-        key is 0. With return_weights or return_lse it is a `cattn.AttentionOutput` of tensors.
+        Differentiable once, in query, key, value, bias, an additive mask, sinks and gate. The output of a query that
+        sees no key is 0. With return_weights or return_lse it is a `cattn.AttentionOutput` of tensors.
 
     Other Parameters
     ----------------
@@ -354,6 +355,8 @@ def scaled_dot_product_attention(
         (..., ceil(T_q / size), ceil(T_k / size)).
     key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
+    gate : Tensor, optional
+        Multiplies the output by its sigmoid. Broadcasts to the output, in whose dtype it is read.
     compute_dtype : {None, "bfloat16", "bfloat16_tiles", torch.bfloat16}
         bfloat16 rounds float32 query, key, value and the weights to bfloat16 for the two products; see
         `cattn.scaled_dot_product_attention`. The gradients are computed in float32, from the rounded inputs.
@@ -371,8 +374,9 @@ def scaled_dot_product_attention(
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
         and for subclasses of Tensor with a ``__torch_function__`` of their own, but for these two as attn_mask.
     NotImplementedError
-        For third derivatives, forward mode over forward mode, second derivatives of weights and with key_indices, and
-        for alibi_slopes, scales or quantized tensors that require a gradient.
+        For third derivatives, forward mode over forward mode, second derivatives of weights, forward mode and second
+        derivatives with key_indices or a gate, and for alibi_slopes, scales or quantized tensors that require a
+        gradient.
 
     Notes
     -----
@@ -405,9 +409,9 @@ def scaled_dot_product_attention(
         query, key, value, given["key_scale"], given["value_scale"] = read_quantized(query, key, value)
     first, single = are_tokens_first(given.pop("layout")), False
     if first:
-        scales = {name: given[name] for name in ("key_scale", "value_scale")}
-        query, key, value, *found, single = _put_heads_first({"query": query, "key": key, "value": value} | scales)
-        given |= zip(scales, found, strict=True)
+        others = {name: given[name] for name in ("key_scale", "value_scale", "gate")}
+        query, key, value, *found, single = _put_heads_first({"query": query, "key": key, "value": value} | others)
+        given |= zip(others, found, strict=True)
     alignment = read_alignment(is_causal)
     if is_causal_bias(attn_mask):
         if alignment:
@@ -418,7 +422,7 @@ def scaled_dot_product_attention(
     given |= {"dropout_p": dropout_p, "is_causal": alignment or False, "scale": scale, "enable_gqa": enable_gqa}
     given["block_mask"], given["block_size"] = read_block_mask(given["block_mask"])
     wanted = {name: given.pop(name) for name in ("return_lse", "return_weights")}
-    operands = (query, key, value, attn_mask, given.pop("bias"), given.pop("sinks"))
+    operands = (query, key, value, attn_mask, *(given.pop(name) for name in ("bias", "sinks", "gate")))
     out, lse, weights = _attend(operands, given, scaled, *wanted.values())
     if scaled:
         out, weights = out.to(dtype), None if weights is None else weights.to(dtype)
@@ -438,8 +442,8 @@ def _attend(
     operands: tuple[Any, ...], options: dict[str, Any], scaled: bool, return_lse: bool, return_weights: bool
 ) -> Any:
     """Return the output, and the log-sum-exp and the weights if they are wanted, by the shortest way."""
-    *inputs, attn_mask, bias, sinks = operands
-    extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
+    *inputs, attn_mask, bias, sinks, gate = operands
+    extras = [tensor for tensor in (attn_mask, bias, sinks, gate) if tensor is not None]  # most calls have none
     slopes, *others = (options[name] for name in ("alibi_slopes", "block_mask", "key_indices"))
     direct = (
         _are_direct(*inputs, *extras)
@@ -451,8 +455,8 @@ def _attend(
         if not scaled:
             check_inputs(*inputs)
             inputs = list(cast_inputs(*inputs))
-        names = ("attn_mask", "bias", "alibi_slopes", "sinks")
-        check_others(dict(zip(names, (attn_mask, bias, slopes, sinks), strict=True)))
+        names = ("attn_mask", "bias", "alibi_slopes", "sinks", "gate")
+        check_others(dict(zip(names, (attn_mask, bias, slopes, sinks, gate), strict=True)))
         check_others({name: options[name] for name in ("block_mask", "key_indices")})
         attn_mask = None if attn_mask is None else converted(attn_mask, dtype_of(attn_mask), "attn_mask")
         bias = None if bias is None else converted(bias, dtype_of(bias), "bias")
@@ -467,7 +471,7 @@ def _attend(
         halves = attn_mask.element_size() == bias.element_size() == 2  # whose sum would be rounded once more
         bias = (attn_mask.float() if halves else attn_mask) + bias  # both have the gradient of their sum
         attn_mask = None
-    operands = (*inputs, attn_mask, bias, sinks)
+    operands = (*inputs, attn_mask, bias, sinks, gate)
     options["rng"] = _draw_seed(options["rng"]) if options["dropout_p"] > 0.0 else None
     options["compute_dtype"] = read_compute_dtype(options["compute_dtype"])
     if direct:

@@ -28,7 +28,7 @@ from ._tensors import (
 )
 
 _profiler_enabled: Any = torch._C._autograd._profiler_enabled
-# The arguments that may carry a gradient: query, key, value, attn_mask, bias, sinks.
+# The arguments that may carry a gradient: query, key, value, attn_mask, bias, sinks, gate.
 Operands: TypeAlias = Sequence[Tensor | None]
 
 
@@ -90,20 +90,15 @@ def _stored(tensor: Tensor, name: str, options: dict[str, Any]) -> Any:
     return array if scale is None else cattn.Quantized._of_argument(array, scale, name)
 
 
-def _with_extras(
-    options: dict[str, Any], attn_mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
-) -> dict[str, Any]:
+def _with_extras(options: dict[str, Any], operands: Operands) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions, with the operands that most calls do not have."""
     if "block_mask" in options or "key_scale" in options or "value_scale" in options:
         options = {name: x for name, x in options.items() if name not in ("key_scale", "value_scale")}
         blocks, size = options.pop("block_mask", None), options.pop("block_size", None)
         options["block_mask"] = None if blocks is None else cattn.BlockMask._of_argument(blocks, size)
-    if attn_mask is not None:
-        options = {**options, "attn_mask": as_array(attn_mask, "attn_mask")}
-    if bias is not None:
-        options = {**options, "bias": as_array(bias, "bias")}
-    if sinks is not None:
-        options = {**options, "sinks": as_array(sinks, "sinks")}
+    for name, operand in zip(OPERANDS[3:], operands[3:], strict=True):
+        if operand is not None:
+            options = {**options, name: as_array(operand, name)}
     return options
 
 
@@ -112,11 +107,11 @@ def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: boo
 
     lse is float64, because the gradients need its digits.
     """
-    query, key, value, attn_mask, bias, sinks = operands
+    query, key, value = operands[:3]
     assert query is not None and key is not None and value is not None  # noqa: PT018
     attention: Any = cattn.scaled_dot_product_attention  # the overloads do not see through **options
     arrays = as_array(query, "query"), _stored(key, "key", options), _stored(value, "value", options)
-    options = _with_extras(options, attn_mask, bias, sinks)
+    options = _with_extras(options, operands)
     out = None
     if tokens_first(query):
         try:
@@ -156,10 +151,10 @@ def backward(
         return _backward_of_output(grad_out, grad_lse, operands, out, lse, options)
     by_weights = _backward_of_weights(grad_weights, operands, options)
     if grad_out is None and grad_lse is None:
-        value = operands[2]
+        value, gate = operands[2], operands[-1]  # the weights do not depend on them
         assert value is not None
-        of_value = torch.zeros_like(value) if value.dtype is out.dtype else None  # the weights do not depend on it
-        return (*by_weights[:2], of_value, *by_weights[3:])
+        of_value = torch.zeros_like(value) if value.dtype is out.dtype else None
+        return (*by_weights[:2], of_value, *by_weights[3:-1], None if gate is None else torch.zeros_like(gate))
     by_output = _backward_of_output(grad_out, grad_lse, operands, out, lse, options)
     return tuple(a if b is None else a + b for a, b in zip(by_output, by_weights, strict=True))  # type: ignore[operator]
 
@@ -168,13 +163,13 @@ def _backward_of_weights(
     grad_weights: Tensor, operands: Operands, options: dict[str, Any]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands, given the weights' gradients: the output for the unit matrix as value."""
-    query, key, value, *rest = operands
+    query, key, value, *rest, _ = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     size = key.shape[-2]
     if (key_indices := options.get("key_indices")) is not None:
         grad_weights = _of_all_keys(grad_weights, key_indices, size)
     unit = torch.eye(size, dtype=query.dtype, device="cpu").expand(*value.shape[:-2], size, size)
-    operands = (query, key, unit, *rest)
+    operands = (query, key, unit, *rest, None)
     # The weights are those before dropout.
     options = {name: x for name, x in options.items() if name not in ("dropout_p", "rng", "value_scale")}
     again = forward(operands, options, lse=True, weights=False)
@@ -206,7 +201,7 @@ def _backward_of_output(
     options: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands, given the gradients of the output and of lse; None is 0."""
-    query, key, value, attn_mask, bias, sinks = operands
+    query, key, value = operands[:3]
     assert query is not None and key is not None and value is not None  # noqa: PT018
     if grad_out is None:
         grad_out = torch.zeros_like(out)
@@ -215,7 +210,7 @@ def _backward_of_output(
     grads = cattn.attention_backward(
         as_array(grad_out, "grad_out"), as_array(query, "query"), _stored(key, "key", options),
         _stored(value, "value", options), as_array(out, "out"), as_array(lse, "lse"),
-        **_with_extras(options, attn_mask, bias, sinks),
+        **_with_extras(options, operands),
     )  # fmt: skip
     return _as_gradients(grads, operands, out.dtype)
 
@@ -227,7 +222,7 @@ def derive(
     attention_jvp: Any = cattn.attention_jvp  # does not see through **options
     result = attention_jvp(
         *_inputs(operands), **_tangents(tangents, operands), return_lse=True, out=as_array(out, "out"),
-        lse=as_array(lse, "lse"), **_with_extras(_of_second_order(options), *operands[3:]),
+        lse=as_array(lse, "lse"), **_with_extras(_of_second_order(options, operands), operands),
     )  # fmt: skip
     return as_tensor(result.out_tangent, out.dtype), as_tensor(result.lse_tangent).to(torch.float64)
 
@@ -246,7 +241,7 @@ def backward_of_derivative(
     """
     out, lse, out_tangent, lse_tangent = results
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    options = _of_second_order(options)
+    options = _of_second_order(options, operands)
     if grad_lse is not None:
         options["grad_lse_tangent"] = as_array(grad_lse, "grad_lse")
     dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
@@ -254,7 +249,7 @@ def backward_of_derivative(
     grads = attention_jvp_backward(
         as_array(grad_out, "grad_out"), *_inputs(operands), as_array(out, "out"), as_array(lse, "lse"),
         as_array(out_tangent, "out_tangent"), as_array(lse_tangent.to(dtype), "lse_tangent"),
-        **_tangents(tangents, operands), **_with_extras(options, *operands[3:]),
+        **_tangents(tangents, operands), **_with_extras(options, operands),
     )  # fmt: skip
     return _as_gradients(grads, operands, out.dtype)
 
@@ -265,19 +260,20 @@ def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
     return as_array(query, "query"), as_array(key, "key"), as_array(value, "value")
 
 
-def _of_second_order(options: dict[str, Any]) -> dict[str, Any]:
+def _of_second_order(options: dict[str, Any], operands: Operands) -> dict[str, Any]:
     """Return the options of passes with tangents; an error if there is one that they do not have."""
     refused = {"key_scale": "a quantized key", "value_scale": "a quantized value", "key_indices": "key_indices"}
-    refused |= {"compute_dtype": "compute_dtype"}
+    refused |= {"compute_dtype": "compute_dtype", "gate": "a gate"}
+    given = {**options, "gate": operands[-1]}
     for name, what in refused.items():
-        if options.get(name) is not None:
+        if given.get(name) is not None:
             raise NotImplementedError(f"{OPERATOR} has no second derivatives and no forward mode with {what}")
     return {name: x for name, x in options.items() if name not in refused}
 
 
 def _tangents(tangents: Operands, operands: Operands) -> dict[str, NDArray[Any]]:
     """Return the keyword arguments of the tangents. A bias has one, or else a float mask."""
-    *inputs, of_mask, of_bias, of_sinks = tangents
+    *inputs, of_mask, of_bias, of_sinks, _ = tangents
     of_bias = of_mask if operands[4] is None else of_bias
     names = ("query", "key", "value", "bias", "sinks")
     pairs = zip(names, (*inputs, of_bias, of_sinks), strict=True)
@@ -286,7 +282,7 @@ def _tangents(tangents: Operands, operands: Operands) -> dict[str, NDArray[Any]]
 
 def _as_gradients(grads: Any, operands: Operands, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands; quantized keys and values have none."""
-    _, key, value, attn_mask, bias, sinks = operands
+    _, key, value, attn_mask, bias, sinks, gate = operands
     assert key is not None and value is not None  # noqa: PT018
     return (
         as_tensor(grads.query, dtype),
@@ -295,11 +291,12 @@ def _as_gradients(grads: Any, operands: Operands, dtype: torch.dtype) -> tuple[T
         _as_gradient(grads.bias, attn_mask) if bias is None else None,
         _as_gradient(grads.bias, bias),
         _as_gradient(grads.sinks, sinks),
+        _as_gradient(grads.gate, gate),
     )
 
 
 def _as_gradient(array: NDArray[Any] | None, operand: Tensor | None) -> Tensor | None:
-    """Return the gradient of a mask, a bias or sinks in its own dtype."""
+    """Return the gradient of a mask, a bias, sinks or a gate in its own dtype."""
     return None if array is None or operand is None else as_tensor(array).to(operand.dtype)
 
 
@@ -515,14 +512,13 @@ def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @backward_operator.register_fake
 def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
     out = arguments[N_OF_RESULTS - 2]
-    query, key, value, attn_mask, bias, sinks = arguments[N_OF_RESULTS:][:N_OPERANDS]
+    query, key, value, attn_mask, bias, *others = arguments[N_OF_RESULTS:][:N_OPERANDS]
     none = out.new_empty(0)
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool and bias is None
     return (
         *(out.new_empty(x.shape) if x.dtype is out.dtype else out.new_empty(0) for x in (query, key, value)),
         attn_mask.new_empty(attn_mask.shape) if additive else none,
-        out.new_empty(0) if bias is None else bias.new_empty(bias.shape),
-        out.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
+        *(none if x is None else x.new_empty(x.shape) for x in (bias, *others)),
     )
 
 
