@@ -524,6 +524,7 @@ def test_a_mask_is_the_tensor_of_eager_attention() -> None:
         lambda x: x * 2, lambda x: 2 * x, lambda x: x.masked_fill(chosen, -1), lambda x: x.to(torch.float64),
         lambda x: torch.cat([x, x[..., :2]], dim=-1), lambda x: torch.nn.functional.pad(x, (0, 2), value=-1.0),
         lambda x: torch.where(chosen, x, -1.0), lambda x: x.expand(2, 3, 5, 6), lambda x: -x, lambda x: x / 2,
+        lambda x: x[:, 0] + 1, lambda x: chosen[:, 0] + x[:, 0, :, :], lambda x: x[:, 0].masked_fill(chosen[:, 0], -1),
     ]  # fmt: skip
     for use in uses:
         assert torch.equal(use(mask), use(right))

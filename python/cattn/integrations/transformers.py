@@ -25,6 +25,7 @@ from ._eager_attention import (
     wants_a_tensor,
 )
 from .torch import scaled_dot_product_attention
+from .torch._indexers import Chosen
 from .torch._tensors import converted
 
 __all__ = ["AttentionMask", "register", "set_attn_implementation"]
@@ -145,13 +146,14 @@ def _find_range(mask_function: Any) -> _Range | None:
 
 
 # Scores plus a mask, in PyTorch's names. Only attention adds a mask to something.
-_SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "rsub"})
+_SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "sub", "sub_", "rsub"})
 
 
 def _by_the_tensor(name: str) -> Any:
-    """Return an operator of `AttentionMask` that is computed with its tensor."""
+    """Return an operator of `AttentionMask` that is computed with its tensor, or refused."""
 
     def operate(self: AttentionMask, *others: Any) -> Any:
+        self._refuse_attention_in(name)
         return getattr(self.dense(), name)(*others)
 
     return operate
@@ -178,7 +180,7 @@ class AttentionMask:
 
     def __init__(
         self,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, ...],
         options: dict[str, Any],
         attn_mask: Tensor | None,
         config: Any,
@@ -195,8 +197,12 @@ class AttentionMask:
         self._make_for_keys = cache(make_for_keys)
         self._visible: Tensor | None = None
 
-    ndim = 4
     device = torch.device("cpu")
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
 
     def dim(self) -> int:
         """Return the number of dimensions."""
@@ -242,13 +248,25 @@ class AttentionMask:
             raise AttributeError(name)
         return getattr(self.dense(), name)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
+    def __getitem__(self, index: Any) -> Any:
+        plain = self.ndim == 4 and type(index) is tuple and all(type(i) in (int, slice) for i in index)
+        if not plain or index not in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
+            return self.dense()[index]
+        shape = (self.shape[0], *self.shape[2:])  # for an indexer
+        return AttentionMask(
+            shape, self.options, self.attn_mask, self._config, lambda: self.visible()[:, 0], self.dtype
+        )
 
-    def _add(self, *_: Any) -> NoReturn:
-        self._refuse("computes add with")
+    def masked_fill(self, mask: Any, value: Any) -> Any:
+        """Return the tensor with a number in some places, or the keys that an indexer chose among the visible ones."""
+        return mask if isinstance(mask, Chosen) else self.dense().masked_fill(mask, value)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = _add
+    def _refuse_attention_in(self, name: str) -> None:
+        """Refuse a sum with the mask. The one without an axis of heads is an indexer's, which adds it to scores."""
+        if name in _SUMS and self.ndim == 4:
+            self._refuse("computes add with")
+
+    __add__, __radd__, __sub__, __rsub__ = map(_by_the_tensor, ("__add__", "__radd__", "__sub__", "__rsub__"))
     __hash__ = object.__hash__
     __eq__, __ne__, __lt__, __le__ = map(_by_the_tensor, ("__eq__", "__ne__", "__lt__", "__le__"))
     __gt__, __ge__, __neg__, __mul__ = map(_by_the_tensor, ("__gt__", "__ge__", "__neg__", "__mul__"))
@@ -256,8 +274,9 @@ class AttentionMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _SUMS:
-            next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))._refuse("computes add with")
+        for x in (*args, *(kwargs or {}).values()):
+            if isinstance(x, cls):
+                x._refuse_attention_in(func.__name__)
         args, kwargs = tree_map_only(cls, cls.dense, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
@@ -415,25 +434,26 @@ def _join(attn_mask: Tensor | None, visible: Tensor) -> Tensor:
     return attn_mask.masked_fill(~visible, -torch.inf)
 
 
-def _find_selected(module: Any, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the keys that an indexer chose for each query, as a mask (B, 1 or H, T_q, T_k).
+def _find_lists(module: Any, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the keys that an indexer chose for each query, as lists (B, 1 or H, T_q, n) with -1 for none.
 
     Indices are of keys, of shape (B, T_q, n), or of blocks of keys, of shape (B, H_i, T_q, n). Negative
     ones choose nothing.
     """
     if indices.ndim == 3:
-        size: Any = 1
-        indices = indices[:, None]
-    else:
-        size = getattr(getattr(module, "indexer", None), "block_size", None)
-        if size is None:
-            raise NotImplementedError(f"{type(module).__name__} passes block_indices, but has no indexer.block_size")
-    keys = key.shape[2]
-    count = -(-keys // size)
-    chosen = torch.zeros((*indices.shape[:3], count + 1), dtype=torch.bool, device=key.device)
-    chosen.scatter_(-1, indices.long().masked_fill(indices < 0, count), True)
-    chosen = chosen[..., :count].repeat_interleave(size, dim=-1)[..., :keys]
-    return chosen.repeat_interleave(query.shape[1] // chosen.shape[1], dim=1) if chosen.shape[1] > 1 else chosen
+        return indices[:, None]
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if size is None:
+        raise NotImplementedError(f"{type(module).__name__} passes block_indices, but has no indexer.block_size")
+    first, inside = indices[..., None] * size, torch.arange(size, device=indices.device)
+    keys = torch.where((first >= 0) & (first + inside < key.shape[2]), first + inside, -1).flatten(-2)
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+
+
+def _find_selected(lists: Tensor, keys: int) -> Tensor:
+    """Return lists of keys as a mask (B, 1 or H, T_q, T_k)."""
+    chosen = torch.zeros((*lists.shape[:3], keys + 1), dtype=torch.bool, device=lists.device)
+    return chosen.scatter_(-1, lists.long().masked_fill(lists < 0, keys), True)[..., :keys]
 
 
 def _find_own_sequence(query: Tensor, key: Tensor, ends: Tensor, key_ends: Tensor | None) -> Tensor | None:
@@ -497,22 +517,28 @@ def _attend(
 ) -> Result:
     """Compute the attention of a layer; it has the signature of transformers' attention functions."""
     _refuse_unknown(module, options)
+    if isinstance(attention_mask, Chosen):
+        indices, attention_mask, is_causal = attention_mask.indices, None, False
     call, attn_mask = _read_mask(module, attention_mask, query, key, is_causal, sliding_window)
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         attn_mask = converted(attn_mask, query.dtype, "attention_mask")
-    for chosen in (indices, block_indices):
-        if chosen is not None:
-            attn_mask = _join(attn_mask, _find_selected(module, chosen, query, key))
+    weights, dropout = _wants_weights(options), dropout if module.training else 0.0
+    chosen = block_indices if indices is None else indices
+    if chosen is not None:
+        lists = _find_lists(module, chosen, query, key)
+        if weights or dropout:  # of all keys
+            attn_mask = _join(attn_mask, _find_selected(lists, key.shape[2]))
+        else:
+            call = {**call, "key_indices": lists}
     if cu_seq_lens_q is not None:
         own = _find_own_sequence(query, key, cu_seq_lens_q, cu_seq_lens_k)
         attn_mask = attn_mask if own is None else _join(attn_mask, own)
-    weights = _wants_weights(options)
     result: Any = scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask,
-        dropout if module.training else 0.0,
+        dropout,
         scale=scaling,
         enable_gqa=None,
         bias=position_bias,

@@ -1,4 +1,4 @@
-"""Layers with a state in the models of transformers: the functions that the contexts replace by cattn's.
+"""Layers with a state, and indexers, in the models of transformers: the functions that the contexts replace by cattn's.
 
 A family computes such a layer by functions of its own module, which have the same names in all families: the gated
 delta rule (Qwen 3.5, Olmo Hybrid), its form with a decay for each row (Kimi Linear), and the short convolution before.
@@ -17,24 +17,15 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ._indexers import find_methods
 from ._linear_attention import causal_conv, linear_attention
-from ._tensors import DTYPES, check_memory
+from ._tensors import is_ours
 
 _CHUNKS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _STEPS = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention")
 _ACTIVATIONS: dict[str | None, Literal["silu"] | None] = {None: None, "silu": "silu", "swish": "silu"}
 Function: TypeAlias = Callable[..., Any]
 Count: TypeAlias = Callable[[bool], None]  # a call, and whether cattn computes it
-
-
-def _is_ours(**tensors: Tensor | None) -> bool:
-    """Return whether cattn computes these tensors, whose memory must be there: PyTorch reads some of them first."""
-    given = {name: x for name, x in tensors.items() if x is not None}
-    ours = all(x.device.type == "cpu" and x.dtype in DTYPES for x in given.values())
-    for name, x in given.items():
-        if ours:
-            check_memory(x, name)
-    return ours
 
 
 # ---- the recurrence --------------------------------------------------------------------------------------------------
@@ -72,7 +63,7 @@ def _make_rule(module: Any, theirs: Function, count: Count) -> Function:
         cu_seqlens: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         given = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
-        ours = not arguments and _is_ours(**given)
+        ours = not arguments and is_ours(**given)
         count(ours)
         if not ours:
             options |= {"initial_state": initial_state, "output_final_state": output_final_state}
@@ -102,7 +93,7 @@ def _make_lightning(module: Any, theirs: Function, count: Count) -> Function:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         cache = options.pop("past_key_values", cache)
         before = None if cache is None else cache.get_linear_cache(self.layer_idx)
-        ours = _is_ours(hidden_states=hidden_states, cache=before)
+        ours = is_ours(hidden_states=hidden_states, cache=before)
         count(ours)
         if not ours:
             found: tuple[Tensor, Tensor] = theirs(
@@ -132,7 +123,7 @@ def _make_conv(module: Any, theirs: Function, count: Count) -> Function:
         seq_idx: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         given = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
-        ours = activation in _ACTIVATIONS and _is_ours(**given)
+        ours = activation in _ACTIVATIONS and is_ours(**given)
         count(ours)
         if not ours:
             options |= {"activation": activation, "seq_idx": seq_idx}
@@ -157,7 +148,7 @@ def _make_update(module: Any, theirs: Function, count: Count) -> Function:
         activation: str | None = None,
     ) -> Tensor:  # fmt: skip
         given = {"hidden_states": hidden_states, "conv_state": conv_state, "weight": weight, "bias": bias}
-        ours = activation in _ACTIVATIONS and _is_ours(**given)
+        ours = activation in _ACTIVATIONS and is_ours(**given)
         count(ours)
         if not ours:
             found: Tensor = theirs(hidden_states, conv_state, weight, bias, activation)
@@ -205,7 +196,7 @@ class _Layers:
             self.counts(ours)
 
     def replace(self, module: Any) -> None:
-        """Replace the functions of a family that has layers with a state, while a context is active."""
+        """Replace the functions of a family that has layers with a state or an indexer, while a context is active."""
         own = getattr(module, "__dict__", {})
         with self.lock:
             if self.uses and "l2norm" in own and any(name in own for name in _CHUNKS):
@@ -213,6 +204,8 @@ class _Layers:
                     self._replace(module, module, name, _MAKERS[name])
             if self.uses and "MiniMaxLightningAttention" in own:
                 self._replace(module, own["MiniMaxLightningAttention"], "forward", _make_lightning)
+            for owner, name, make in find_methods(module) if self.uses else ():
+                self._replace(module, owner, name, make)
 
     def _replace(self, module: Any, owner: Any, name: str, make: Callable[[Any, Function, Count], Function]) -> None:
         if (owner, name) not in self.theirs:
@@ -248,7 +241,7 @@ _layers = _Layers()
 
 @contextmanager
 def recurrent_layers(count: Count) -> Iterator[None]:
-    """Let cattn compute the layers with a state of the families of transformers, and count the calls."""
+    """Let cattn compute layers with a state and indexers of the families of transformers, and count the calls."""
     _layers.begin(count)
     try:
         yield

@@ -305,7 +305,7 @@ class Seen:
     Parameters
     ----------
     calls : int
-        Calls that cattn computed, of attention and of the recurrences and short convolutions of transformers.
+        Calls that cattn computed, of attention and of the recurrences, short convolutions and indexers of transformers.
     passed_on : int
         Calls that PyTorch computed.
     products, products_passed_on : int

@@ -163,6 +163,16 @@ def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return tensor.to(dtype)
 
 
+def is_ours(**tensors: Tensor | None) -> bool:
+    """Return whether cattn computes these tensors, whose memory must be there: PyTorch reads some of them first."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    ours = all(x.device.type == "cpu" and x.dtype in DTYPES for x in given.values())
+    for name, x in given.items():
+        if ours:
+            check_memory(x, name)
+    return ours
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Return whether this is a batch of ``torch.vmap``, or of a gradient with ``is_grads_batched=True``."""
     found: bool = _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
