@@ -387,6 +387,40 @@ static void choose_product(struct source *s, struct problem *problem) {
     problem->shareable[0] = problem->shareable[1] = -1;
 }
 
+/* ---- choices of keys ---- */
+
+void choose_indices(struct source *s, struct problem *problem, enum content content) {
+    static const int64_t counts[] = {1, 2, 5, 33, 300}, sizes[] = {1, 1, 2, 3, 16};
+    struct cattn_choice_params *c = &problem->choice;
+    struct cattn_attention_params *p = &problem->back.forward;
+    const enum element computed = computed_element(p->dtype);
+    c->count = CHOOSE_FROM(s, counts);
+    c->block_size = CHOOSE_FROM(s, sizes);
+    c->first = between(s, 0, 1);
+    c->last = cattn_min(between(s, 0, 1), c->count - c->first);
+    c->relu = one_in(s, 2);
+    c->pooled = one_in(s, 3);
+    const int64_t blocks = c->pooled ? p->seqlen_k : cattn_ceil_div(p->seqlen_k, c->block_size);
+    c->n_columns = (cattn_min(c->count, blocks) + (c->pooled ? 2 : 0)) * c->block_size;
+    say(problem, " %d%s blocks of %d", (int)c->count, c->pooled ? " pooled" : "", (int)c->block_size);
+    if (one_in(s, 2)) {
+        struct part *part = add_sized(s, problem, HEAD_WEIGHTS, "weights", "NT", &c->weights, INPUT, computed, 0);
+        fill_numbers(s, &part->array, content);
+        say(problem, " weights");
+    }
+    add_sized(s, problem, INDICES, "indices", "1TI", &c->indices, OUTPUT, INT32, 0);
+    if (one_in(s, 2))
+        add_sized(s, problem, SCORES, "scores", "1TI", &c->scores, OUTPUT, computed, 0);
+}
+
+enum cattn_status run_choice(struct problem *problem) {
+    struct cattn_choice_params *c = &problem->choice;
+    c->forward = problem->back.forward;
+    if (c->pooled) /* the last keys may be no whole block */
+        c->forward.seqlen_k = (c->forward.seqlen_k + 1) * c->block_size - 1;
+    return cattn_choose_keys(c);
+}
+
 /* ---- masks ---- */
 
 static enum cattn_status run_mask(struct source *s, struct problem *problem, const struct way *way) {

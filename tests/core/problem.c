@@ -265,8 +265,8 @@ static int axes_of(const struct problem *problem, const char *letters, int64_t *
     return n;
 }
 
-static struct part *add(struct source *s, struct problem *problem, int which, const char *name, const char *letters,
-                        struct cattn_tensor *tensor, enum role role, enum element element, unsigned broadcast) {
+struct part *add_sized(struct source *s, struct problem *problem, int which, const char *name, const char *letters,
+                       struct cattn_tensor *tensor, enum role role, enum element element, unsigned broadcast) {
     int64_t dims[MAX_AXES];
     const int n_axes = axes_of(problem, letters, dims);
     const struct array array = make_array(s, role, element, n_axes, dims, broadcast);
@@ -306,9 +306,10 @@ static void choose_sequences(struct source *s, struct problem *problem) {
         {KEY_STARTS, OPERAND_key_value_seq_lengths, p->seqlen_k, &problem->total_k, &p->key_starts, "cu_seqlens_k"}};
     for (int i = 0; i < 2; i++) {
         const int lengths = sides[i].lengths;
-        struct part *start = add(s, problem, sides[i].starts, sides[i].name, "", sides[i].tensor, INPUT, INT64, 0);
-        struct part *length =
-            add(s, problem, lengths, cattn_operands[lengths].name, "", cattn_operand_view(p, lengths), INPUT, INT64, 0);
+        struct part *start =
+            add_sized(s, problem, sides[i].starts, sides[i].name, "", sides[i].tensor, INPUT, INT64, 0);
+        struct part *length = add_sized(s, problem, lengths, cattn_operands[lengths].name, "",
+                                        cattn_operand_view(p, lengths), INPUT, INT64, 0);
         for (struct cursor c = walk(&start->array); c.more; step(&c)) {
             const bool is_longest = c.index[0] == 0 || one_in(s, 4);
             const int64_t n = is_longest ? sides[i].most : between(s, 0, sides[i].most);
@@ -438,7 +439,7 @@ static void add_operand(struct source *s, struct problem *problem, int operand, 
     unsigned broadcast = choose_broadcast(s, axes_of(problem, row->axes, dims));
     if (problem->pass == CHOOSING && (row->kind == MASK || row->kind == COMPUTED)) /* one for all heads */
         broadcast |= 1u << problem->back.forward.n_batch_dims;
-    struct part *part = add(s, problem, operand, row->name, row->axes, tensor, INPUT, element, broadcast);
+    struct part *part = add_sized(s, problem, operand, row->name, row->axes, tensor, INPUT, element, broadcast);
     fill_operand(s, problem, &part->array, row->kind, content);
     say(problem, " %s", row->name);
 }
@@ -457,8 +458,8 @@ static void choose_operands(struct source *s, struct problem *problem, enum cont
     p->n_bias = bias->present;
     if (bias->present && one_in(s, 3)) {
         const unsigned of_heads = problem->pass == CHOOSING ? 1u << n : 0;
-        struct part *second = add(s, problem, BIAS_1, "second bias", "NTS", &p->bias[1], INPUT, bias->array.element,
-                                  choose_broadcast(s, n + 3) | of_heads);
+        struct part *second = add_sized(s, problem, BIAS_1, "second bias", "NTS", &p->bias[1], INPUT,
+                                        bias->array.element, choose_broadcast(s, n + 3) | of_heads);
         fill_operand(s, problem, &second->array, COMPUTED, content);
         p->n_bias = 2;
     }
@@ -476,13 +477,13 @@ static void choose_operands(struct source *s, struct problem *problem, enum cont
 
 static void add_output(struct source *s, struct problem *problem, int which, const char *name, const char *letters,
                        struct cattn_tensor *tensor, enum element element) {
-    add(s, problem, which, name, letters, tensor, OUTPUT, element, 0);
+    add_sized(s, problem, which, name, letters, tensor, OUTPUT, element, 0);
 }
 
 static void add_result(struct source *s, struct problem *problem, int which, const char *name, const char *letters,
                        struct cattn_tensor *tensor, unsigned broadcast) {
     const enum element element = which == TOP_KEYS ? INT64 : computed_element(problem->back.forward.dtype);
-    add(s, problem, which, name, letters, tensor, RESULT, element, broadcast);
+    add_sized(s, problem, which, name, letters, tensor, RESULT, element, broadcast);
 }
 
 static void choose_forward_results(struct source *s, struct problem *problem) {
@@ -494,7 +495,7 @@ static void choose_forward_results(struct source *s, struct problem *problem) {
     if (!problem->stage)
         add_output(s, problem, OUT, "out", "NTD", &p->out, stored);
     if (problem->pass != FORWARD || one_in(s, 2))
-        add(s, problem, LSE, "lse", "NT", &p->lse, problem->pass == SUMMARY ? RESULT : OUTPUT, lse, 0);
+        add_sized(s, problem, LSE, "lse", "NT", &p->lse, problem->pass == SUMMARY ? RESULT : OUTPUT, lse, 0);
     if (is_alone && (problem->stage || one_in(s, 3))) {
         add_output(s, problem, WEIGHTS, p->store_scores ? "scores" : "weights", scores, &p->weights, stored);
         say(problem, " return_weights");
@@ -524,10 +525,10 @@ static void add_bias_gradient(struct source *s, struct problem *problem) {
 static void choose_gradients(struct source *s, struct problem *problem, enum content content) {
     struct cattn_backward_params *b = &problem->back;
     const enum element stored = stored_element(b->forward.dtype, b->forward.storage);
-    add(s, problem, GRAD_OUT, "grad_out", "NTD", &b->grad_out, INPUT, stored, 0);
+    add_sized(s, problem, GRAD_OUT, "grad_out", "NTD", &b->grad_out, INPUT, stored, 0);
     fill_numbers(s, &problem->parts[GRAD_OUT].array, content);
     if (one_in(s, 2)) {
-        add(s, problem, GRAD_LSE, "grad_lse", "NT", &b->grad_lse, INPUT, F64, 0);
+        add_sized(s, problem, GRAD_LSE, "grad_lse", "NT", &b->grad_lse, INPUT, F64, 0);
         fill_numbers(s, &problem->parts[GRAD_LSE].array, content);
         say(problem, " grad_lse");
     }
@@ -539,7 +540,7 @@ static void choose_gradients(struct source *s, struct problem *problem, enum con
     if (problem->parts[OPERAND_sinks].present)
         add_result(s, problem, GRAD_SINKS, "grad_sinks", "N", &b->grad_sinks, 0);
     for (int i = 0; i < 2 && b->forward.storage != CATTN_STORED_PLAIN; i++)
-        add(s, problem, PLAIN_OUT + i, "out in float32", "NTD", NULL, OUTPUT, F32, 0)->is_own = true;
+        add_sized(s, problem, PLAIN_OUT + i, "out in float32", "NTD", NULL, OUTPUT, F32, 0)->is_own = true;
     b->misfit = one_in(s, 2) ? &problem->misfit : NULL;
 }
 
@@ -569,8 +570,8 @@ static void choose_tangents(struct source *s, struct problem *problem, enum cont
         if (!of->present || one_in(s, 4))
             continue;
         const unsigned broadcast = choose_broadcast(s, of->array.n_axes);
-        struct part *part = add(s, problem, rows[i].which, rows[i].name, of->letters, rows[i].tensor, INPUT,
-                                of->array.element, broadcast);
+        struct part *part = add_sized(s, problem, rows[i].which, rows[i].name, of->letters, rows[i].tensor, INPUT,
+                                      of->array.element, broadcast);
         fill_numbers(s, &part->array, content);
         say(problem, " %s", rows[i].name);
     }
@@ -598,38 +599,6 @@ static void choose_summary(struct source *s, struct problem *problem) {
         add_result(s, problem, TOP_WEIGHTS, "top_weights", "NTP", &p->top_weights, 0);
     }
     say(problem, " top_k %d", (int)p->top_k);
-}
-
-static void choose_indices(struct source *s, struct problem *problem, enum content content) {
-    static const int64_t counts[] = {1, 2, 5, 33, 300}, sizes[] = {1, 1, 2, 3, 16};
-    struct cattn_choice_params *c = &problem->choice;
-    struct cattn_attention_params *p = &problem->back.forward;
-    const enum element computed = computed_element(p->dtype);
-    c->count = CHOOSE_FROM(s, counts);
-    c->block_size = CHOOSE_FROM(s, sizes);
-    c->first = between(s, 0, 1);
-    c->last = cattn_min(between(s, 0, 1), c->count - c->first);
-    c->relu = one_in(s, 2);
-    c->pooled = one_in(s, 3);
-    const int64_t blocks = c->pooled ? p->seqlen_k : cattn_ceil_div(p->seqlen_k, c->block_size);
-    c->n_columns = (cattn_min(c->count, blocks) + (c->pooled ? 2 : 0)) * c->block_size;
-    say(problem, " %d%s blocks of %d", (int)c->count, c->pooled ? " pooled" : "", (int)c->block_size);
-    if (one_in(s, 2)) {
-        struct part *part = add(s, problem, HEAD_WEIGHTS, "weights", "NT", &c->weights, INPUT, computed, 0);
-        fill_numbers(s, &part->array, content);
-        say(problem, " weights");
-    }
-    add(s, problem, INDICES, "indices", "1TI", &c->indices, OUTPUT, INT32, 0);
-    if (one_in(s, 2))
-        add_output(s, problem, SCORES, "scores", "1TI", &c->scores, computed);
-}
-
-static enum cattn_status run_choice(struct problem *problem) {
-    struct cattn_choice_params *c = &problem->choice;
-    c->forward = problem->back.forward;
-    if (c->pooled) /* the last keys may be no whole block */
-        c->forward.seqlen_k = (c->forward.seqlen_k + 1) * c->block_size - 1;
-    return cattn_choose_keys(c);
 }
 
 /* ---- calls ---- */

@@ -222,6 +222,12 @@ unsigned choose_broadcast(struct source *s, int n_axes);
 enum content choose_content(struct source *s, struct problem *problem);
 struct part *add_part(struct problem *problem, int which, const char *name, const char *letters,
                       struct cattn_tensor *tensor, struct array array);
+/* A part of attention, with the sizes of its letters. */
+struct part *add_sized(struct source *s, struct problem *problem, int which, const char *name, const char *letters,
+                       struct cattn_tensor *tensor, enum role role, enum element element, unsigned broadcast);
+/* What a choice of keys has beside the operands of attention, and its call. */
+void choose_indices(struct source *s, struct problem *problem, enum content content);
+enum cattn_status run_choice(struct problem *problem);
 /* `ordered`: the elements have an order, so that PyTorch's generator may draw. */
 void choose_dropout(struct source *s, struct problem *problem, struct cattn_dropout_spec *spec, bool ordered);
 /* Causality, windows and one offset for all. */

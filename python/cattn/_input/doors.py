@@ -120,6 +120,7 @@ DOORS: dict[str, Door] = {
     "choose_keys": Door(
         {
             "value": _NO_VALUE,
+            "gate": "it has no output",
             **dict.fromkeys(("dropout_p", "rng"), "nothing is dropped"),
             **dict.fromkeys(("softcap", "sinks", "alibi_slopes"), "it has no softmax: pass numbers of keys as bias"),
             **dict.fromkeys(("block_mask", "key_indices"), "pass a boolean attn_mask"),
