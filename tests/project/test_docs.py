@@ -94,21 +94,18 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_readmes_numbers_are_the_measured_ones() -> None:
     """Of causal attention, against the best peer of each row and against NumPy."""
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    rows = json.loads((ROOT / "benchmarks/results/amd_epyc_family_25_model_17.json").read_text("utf-8"))["prefill"][
-        "rows"
-    ]
-    causal = [row for row in rows if row.get("keys") is None]
-    best = [row["ratios"][row["best_peer"]] for row in causal]
-    numpy = [row["ratios"]["numpy"] for row in causal if "numpy" in row["ratios"]]
-    assert f"is {min(best):.1f} to {max(best):.1f} times as fast as the best other library" in text
-    assert f"{min(numpy):.0f} to {max(numpy):.0f} times as fast as textbook NumPy" in text
+    kept = [json.loads(path.read_text("utf-8")) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))]
+    machines = [of["prefill"]["rows"] for of in kept if "prefill" in of]
+    assert len(machines) == 3
+    numpy: list[float] = []
+    for rows in machines:
+        causal = [row for row in rows if row.get("keys") is None]
+        best = [row["ratios"][row["best_peer"]] for row in causal]
+        assert f"{min(best):.1f} to {max(best):.1f} times" in text
+        numpy += [row["ratios"]["numpy"] for row in causal if "numpy" in row["ratios"]]
     first = " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
-    assert f"{min(numpy):.0f} to {max(numpy):.0f} times as fast as textbook NumPy" in first
-    peers = {name for row in causal for name in row["ratios"]}
-    assert f"Times of {['nine', 'ten', 'eleven'][len(peers) - 9]} other ways" in text
-    assert all(min(row["ratios"].values()) > 1 for row in causal)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert [name.rstrip("=>.0123456789") for name in project["dependencies"]] == ["numpy"]
+    for page in (text, first):
+        assert f"{min(numpy):.0f} to {max(numpy):.0f} times as fast as textbook NumPy" in page
 
 
 @pytest.mark.promise("documentation")

@@ -279,6 +279,9 @@ def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
             if b is not None:
                 assert_same_bits(a, b, f"{name}: {what}")
         return
+    if expected is None:
+        assert actual is None, what
+        return
     assert actual.shape == expected.shape, what
     assert actual.dtype == expected.dtype, what
     same = bits(actual) == bits(expected)

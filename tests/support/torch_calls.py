@@ -39,5 +39,5 @@ def in_words(call: Call) -> Call:
 def operator_arguments(return_weights: bool = False, **call: Any) -> tuple[Any, ...]:
     """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
     options = {"dropout_p": 0.0, "is_causal": False} | in_words(call)
-    operands = [call.get(name) for name in (*INPUTS, "attn_mask", "bias", "sinks")]
+    operands = [call.get(name) for name in (*INPUTS, "attn_mask", "bias", "sinks", "gate")]
     return (*operands, *write_options(options), return_weights)

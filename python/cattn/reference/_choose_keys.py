@@ -37,6 +37,12 @@ def choose_keys(
     """Return the keys of the best blocks for each query, in ascending order, then -1.
 
     The parameters are the same as in `cattn.choose_keys`.
+
+    Examples
+    --------
+    >>> choose_keys(np.ones((2, 1)), np.array([[1.0], [3.0], [2.0]]), 2)
+    array([[1, 2],
+           [1, 2]], dtype=int32)
     """
     of_products = {name: options.pop(name) for name in ("scale", "enable_gqa", "layout") if name in options}
     problem = score((query, key, key), **of_products)
