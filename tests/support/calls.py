@@ -269,7 +269,7 @@ def _lists(choose: Choose, sizes: Sizes, rng: np.random.Generator, shape: list[i
 
 
 def _stored(_: Choose, sizes: Sizes, rng: np.random.Generator, shape: list[int]) -> np.ndarray:
-    return sizes.content(rng, shape).astype(sizes.stored)
+    return np.asarray(sizes.content(rng, shape)).astype(sizes.stored)
 
 
 def _up_to(letter: str, low: str = "") -> Maker:

@@ -513,13 +513,10 @@ def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
     out = arguments[N_OF_RESULTS - 2]
     query, key, value, attn_mask, bias, *others = arguments[N_OF_RESULTS:][:N_OPERANDS]
-    none = out.new_empty(0)
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool and bias is None
-    return (
-        *(out.new_empty(x.shape) if x.dtype is out.dtype else out.new_empty(0) for x in (query, key, value)),
-        attn_mask.new_empty(attn_mask.shape) if additive else none,
-        *(none if x is None else x.new_empty(x.shape) for x in (bias, *others)),
-    )
+    of_inputs = [x if x.dtype is out.dtype else None for x in (query, key, value)]
+    of_operands = [*of_inputs, attn_mask if additive else None, bias, *others]
+    return filled([None if x is None else x.new_empty(x.shape) for x in of_operands], out)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
