@@ -17,7 +17,7 @@ from test_transformers import GRADIENTS, LOGITS, make, padding  # noqa: E402
 from test_transformers_bits import pad  # noqa: E402
 
 from cattn.integrations.torch import batch_invariant, use_cattn  # noqa: E402
-from support.hf_models import RECURRENT, VOCABULARY  # noqa: E402
+from support.hf_models import _EXPERTS, RECURRENT, VOCABULARY  # noqa: E402
 
 _generator = torch.Generator().manual_seed(1)
 TEXTS = [torch.randint(3, VOCABULARY, (n,), generator=_generator) for n in (5, 17, 11)]
@@ -104,6 +104,38 @@ def test_bits_do_not_depend_on_the_batch_nor_on_where_a_text_is_cut(name: str) -
         text = TEXTS[1]
         for sizes in ([1] * len(text), [3, 1, 13], [12, 5]):
             assert torch.equal(cut(model, text, sizes), alone[1]), sizes
+    assert (seen.passed_on, seen.products_passed_on) == (0, 0)
+
+
+CONVOLVED = {
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {}),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {"num_experts": 4, "num_dense_layers": 1}),
+    "lfm3": ("Lfm3ForCausalLM", "Lfm3Config", {}),
+}
+
+
+@pytest.mark.promise("projections' bits")
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_families_with_a_short_convolution_alone_have_the_bits_of_the_text(name: str) -> None:
+    cls, config, sizes = CONVOLVED[name]
+    sizes = _EXPERTS | sizes | {"layer_types": ["conv", "full_attention"]}
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**sizes)).eval()
+    model.set_attn_implementation("cattn")
+    with torch.inference_mode():
+        theirs = model(input_ids=TEXTS[1][None]).logits[0]
+        with batch_invariant() as seen:
+            alone = [model(input_ids=text[None]).logits[0] for text in TEXTS]
+            assert (alone[1] - theirs).abs().max() <= 3 * LOGITS * max(1, theirs.abs().max())
+            for side in ("left", "right"):
+                inputs = pad(TEXTS, side)
+                mask = inputs["attention_mask"]
+                batch = model(**inputs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+                for row, own, logits in zip(batch, mask.bool(), alone, strict=True):
+                    assert torch.equal(row[own], logits), side
+            for pieces in ([1] * 17, [3, 1, 13]):
+                assert torch.equal(cut(model, TEXTS[1], pieces), alone[1]), pieces
+    assert seen.calls >= 5
     assert (seen.passed_on, seen.products_passed_on) == (0, 0)
 
 

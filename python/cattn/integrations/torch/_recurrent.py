@@ -169,6 +169,7 @@ _MAKERS: dict[str, Callable[[Any, Function, Count], Function]] = {
     "causal_conv1d_fn": _make_conv,
     "causal_conv1d_update": _make_update,
 }
+_CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 _FAMILIES = "transformers.models."
 
 
@@ -199,8 +200,9 @@ class _Layers:
         """Replace the functions of a family that has layers with a state or an indexer, while a context is active."""
         own = getattr(module, "__dict__", {})
         with self.lock:
-            if self.uses and "l2norm" in own and any(name in own for name in _CHUNKS):
-                for name in _MAKERS.keys() & own.keys():
+            has_rule = "l2norm" in own and any(name in own for name in _CHUNKS)
+            for name in _MAKERS.keys() & own.keys() if self.uses else ():
+                if has_rule or name in _CONVOLUTIONS:
                     self._replace(module, module, name, _MAKERS[name])
             if self.uses and "MiniMaxLightningAttention" in own:
                 self._replace(module, own["MiniMaxLightningAttention"], "forward", _make_lightning)
