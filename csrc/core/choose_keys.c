@@ -22,7 +22,7 @@
 #define LEAST_KEYS 192
 #define MOST_KEYS 2048
 /* Bytes of the candidates of a task, unless a single query has more. */
-#define CANDIDATE_BYTES ((int64_t)1 << 20)
+#define CANDIDATE_BYTES ((int64_t)2 << 20)
 /* Candidates beyond the chosen ones: at least so many, so that the best are not looked for too often. */
 #define SPARE 512
 /* Scores that are offered together. */
@@ -86,14 +86,24 @@ static uint64_t rank_of(double score) {
     return isnan(score) ? 0 : rank;
 }
 
-/* The count-th largest of n ranks, digit by digit; n >= count. `left` has room for all. */
+/* The count-th largest of n ranks; n >= count. Eight bits at a time, from the highest one in which those that are left
+ * differ. `left` has room for all. */
 static uint64_t find_rank(const uint64_t *ranks, int64_t n, int64_t count, uint64_t *left) {
     memcpy(left, ranks, (size_t)n * sizeof *left);
-    for (int shift = 56; shift >= 0 && n > 1; shift -= 8) {
+    for (;;) {
+        uint64_t any = 0, all = UINT64_MAX, digit = 255;
+        for (int64_t i = 0; i < n; i++) {
+            any |= left[i];
+            all &= left[i];
+        }
+        if (any == all)
+            return any;
+        int shift = 0;
+        while ((any ^ all) >> shift > 255)
+            shift++;
         int64_t of_digit[256] = {0}, kept = 0;
         for (int64_t i = 0; i < n; i++)
             of_digit[left[i] >> shift & 255]++;
-        uint64_t digit = 255;
         for (; of_digit[digit] < count; digit--)
             count -= of_digit[digit];
         for (int64_t i = 0; i < n; i++) { /* without a branch: half of them would be mispredicted */
@@ -102,7 +112,6 @@ static uint64_t find_rank(const uint64_t *ranks, int64_t n, int64_t count, uint6
         }
         n = kept;
     }
-    return left[0];
 }
 
 /* Keeps the best ones, of equal ones the first. */
@@ -537,7 +546,7 @@ static void cut(struct choice_job *job) {
     const int64_t size = c->pooled ? 1 : c->block_size;
     const int64_t blocks = cattn_ceil_div(job->n_keys, size), heads = p->num_heads;
     job->count = cattn_min(c->count, blocks > 0 ? blocks : 1);
-    const int64_t spare = job->count > SPARE ? job->count : SPARE;
+    const int64_t spare = 2 * job->count > SPARE ? 2 * job->count : SPARE;
     job->n_room = job->count + cattn_min(spare, blocks + 1);
     const int64_t bytes = job->n_room * (int64_t)(sizeof(uint64_t) + sizeof(double) + sizeof(int32_t));
     int64_t n = cattn_min(cattn_min(MOST_ROWS / heads, MOST_QUERIES), CANDIDATE_BYTES / bytes);
