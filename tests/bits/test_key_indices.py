@@ -45,7 +45,7 @@ def with_heads(call: Call) -> Call:
         blocks, size = full.pop("block_mask")
         full["blocks"] = repeat_blocks(blocks, size, T_q, T_k)
     names = [n for n in ("query", "key", "value", "key_scale", "value_scale", "attn_mask", "bias", "blocks",
-                         "key_indices") if n in full]  # fmt: skip
+                         "key_indices", "gate") if n in full]  # fmt: skip
     for name in names:
         a = np.asarray(full[name])
         full[name] = np.expand_dims(a, -3) if one_head and a.ndim > 2 else a[(None,) * max(0, 3 - a.ndim)]
@@ -57,9 +57,9 @@ def with_heads(call: Call) -> Call:
         a = full[name]
         if name.partition("_")[0] in ("key", "value") and name != "key_indices" and a.shape[-3] not in (1, heads):
             a = np.repeat(a, heads // kv_heads, axis=-3)
-        rows = (T_q,) if name in ("query", "attn_mask", "bias", "blocks", "key_indices") else (T_k,)
-        cols = (T_k,) if name in ("attn_mask", "bias", "blocks") else a.shape[-1:]
-        full[name] = np.broadcast_to(a, (*batch, heads, *rows, *cols))
+        rows = (T_q,) if name in ("query", "attn_mask", "bias", "blocks", "key_indices", "gate") else (T_k,)
+        columns = dict.fromkeys(("attn_mask", "bias", "blocks"), T_k) | {"gate": arrays[2].shape[-1]}
+        full[name] = np.broadcast_to(a, (*batch, heads, *rows, columns.get(name, a.shape[-1])))
     if "sinks" in call:
         full["sinks"] = np.broadcast_to(call["sinks"], (*batch, heads))
     ranges = {"is_causal": False} | {name: full.pop(name) for name in RANGES if name in full}
@@ -76,7 +76,9 @@ def gathered_row(full: Call, at: tuple[int, ...]) -> tuple[Call, np.ndarray]:
     places = np.flatnonzero(in_range[indices])
     keys = indices[places]
     call: Call = {name: full[name] for name in ("scale", "softcap") if name in full}
-    call["query"] = full["query"][(*entry, slice(row, row + 1))]
+    for name in ("query", "gate"):
+        if name in full:
+            call[name] = full[name][(*entry, slice(row, row + 1))]
     for name in ("key", "value", "key_scale", "value_scale"):
         if name in full:
             call[name] = full[name][entry][keys]

@@ -584,9 +584,9 @@ def times_the_gate(ask: Ask, call: Call) -> Any:
     if gate is None or getattr(found, "out", None) is None:
         return ask(call)
     one, stored = quiet(gate, found.out.dtype), np.result_type(call["query"], call["value"])
-    nothing = np.zeros((*one.shape[:-1], 1), one.dtype)
+    queries, key = np.zeros((*one.shape[:-1], 1), one.dtype), np.zeros((*one.shape[:-2], 1, 1), one.dtype)
     value = np.ones((*one.shape[:-2], 1, one.shape[-1]), one.dtype)
-    factor = cattn.scaled_dot_product_attention(nothing, nothing[..., :1, :], value, gate=one)
+    factor = cattn.scaled_dot_product_attention(queries, key, value, gate=one)
     with np.errstate(all="ignore"):
         fields = {"out": quiet(found.out * factor, stored)}
     if found.weights is not None:

@@ -46,7 +46,7 @@ def within(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def operate(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Any:
     options = write_options({"dropout_p": 0.0, "is_causal": False})
-    return torch.ops.cattn.attention(query, key, value, None, bias, sinks, *options, False)[0]
+    return torch.ops.cattn.attention(query, key, value, None, bias, sinks, None, *options, False)[0]
 
 
 def operate_linear(**x: Any) -> Any:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from cattn._input.objects import Stored
+from cattn._input.types import Layout, Window
+from cattn.functional._options import RangeOptions, spelled_out
 
 from ._attention import score
 from ._masks import Causal, Ranges, visible_keys
 from ._shared import Bools, Floats, Integers, boolean, deliver, numbers, quiet
 
 
+class _Options(RangeOptions, total=False):
+    scale: float | None
+    enable_gqa: bool | None
+    layout: Layout
+    bias: ArrayLike | None
+    window_size: Window
+
+
+@spelled_out()
 @quiet
 def choose_keys(
     query: ArrayLike,
@@ -31,8 +42,7 @@ def choose_keys(
     is_causal: Causal = False,
     return_scores: bool = False,
     out: Integers | None = None,
-    bias: ArrayLike | None = None,
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> Any:
     """Return the keys of the best blocks for each query, in ascending order, then -1.
 
@@ -44,7 +54,8 @@ def choose_keys(
     array([[1, 2],
            [1, 2]], dtype=int32)
     """
-    of_products = {name: options.pop(name) for name in ("scale", "enable_gqa", "layout") if name in options}
+    given = dict[str, Any](options)
+    of_products = {name: given.pop(name) for name in ("scale", "enable_gqa", "layout")}
     problem = score((query, key, key), **of_products)
     terms = np.maximum(problem.products, 0) if activation == "relu" else problem.products
     if weights is not None:
@@ -52,10 +63,10 @@ def choose_keys(
         terms = terms * (np.expand_dims(of_heads, -2) if problem.one_head else of_heads)[..., None]
     scores = terms.sum(axis=-3)  # (*batch, T_q, rows of key)
     visible = np.ones(scores.shape, np.bool_)
-    for given in (attn_mask, bias):
-        if given is None:
+    for added in (attn_mask, given.pop("bias")):
+        if added is None:
             continue
-        term = np.asarray(given)
+        term = np.asarray(added)
         term = term if term.ndim < 3 or problem.one_head else term[..., 0, :, :]
         if term.dtype.kind == "f":
             scores = scores + term
@@ -64,14 +75,14 @@ def choose_keys(
             visible &= boolean(term, "attn_mask")
 
     rows = scores.shape[-1]
-    if pooled:
-        options["key_value_seq_lengths"] = options.get("key_value_seq_lengths", rows * block_size)
+    if pooled and given["key_value_seq_lengths"] is None:
+        given["key_value_seq_lengths"] = rows * block_size
     T_k = rows * block_size + block_size - 1 if pooled else rows
-    in_range, _, starts = visible_keys(scores.shape[-2], T_k, Ranges(is_causal, **options))
+    in_range, _, starts = visible_keys(scores.shape[-2], T_k, Ranges(is_causal, **given))
     in_range = np.broadcast_to(in_range, (*scores.shape[:-1], T_k))
     starts = np.broadcast_to(starts[..., None], scores.shape[:-1])
     blocks = rows if pooled else -(-rows // block_size)
-    edges = (1 if (options.get("window_size") or (-1,))[0] in (-1, None) else 2) * (block_size - 1) if pooled else 0
+    edges = (1 if (given["window_size"] or (-1,))[0] in (-1, None) else 2) * (block_size - 1) if pooled else 0
     n = min(min(count, blocks) * block_size + edges, T_k)
     indices = np.full((*scores.shape[:-1], n), -1, np.int32)
     chosen_scores = np.full(indices.shape, -np.inf)

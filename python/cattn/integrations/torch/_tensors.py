@@ -175,8 +175,9 @@ def is_ours(**tensors: Tensor | None) -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether this is a batch of ``torch.vmap``, or of a gradient with ``is_grads_batched=True``."""
-    found: bool = _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
-    return found
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace the second question, nor does it meet such gradients
+        return bool(_functorch.is_batchedtensor(tensor))
+    return bool(_functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor))
 
 
 def is_transformed(tensor: Tensor) -> bool:
