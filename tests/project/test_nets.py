@@ -29,6 +29,7 @@ from rowwise.row_table import CALLED
 from support import ROOT
 from support.calls import KINDS, NOT_OF_LISTS, REALS, SMALL, WAYS, from_rng
 from support.functions import BY_BLAS, FUNCTIONS, OF_THE_PROCESS, Work, work
+from support.rows import arrays_of
 from support.wrong_calls import CASES
 
 CSRC = ROOT / "csrc"
@@ -147,11 +148,9 @@ NETS = {
     "Keras": used_in("python/cattn/integrations/keras.py"),
     "the command line": used_in("python/cattn/_cli/*.py"),
 }
-_NORMS = "rms_norm layer_norm rms_norm_backward layer_norm_backward"
-_ACTIVATIONS = "gelu gelu_backward silu silu_backward"
-_OF_ROWS = (
-    f"{_NORMS} {_ACTIVATIONS} softmax masked_softmax softmax_backward dropout dropout_backward rope linear_backward"
-)
+# Functions whose arrays have the shape of the rows, or a number for each column.
+_ALIKE = {name for name in IN_C if {row.axes for row in arrays_of(name).values()} <= {"*", "*D", "D"}} - {"causal_mask"}
+_OF_ROWS = " ".join([*sorted(_ALIKE), "rope", "linear_backward"])
 _TANGENTS = "attention_jvp attention_jvp_backward"
 _PACKED = "varlen_attention varlen_attention_backward varlen_attention_statistics"
 _STATES = "linear_attention_backward causal_conv_backward"
@@ -199,7 +198,7 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "the command line": {
         "it takes files of arrays for attention; the functions of rows are for Python": (
-            f"{_NORMS} {_ACTIVATIONS} softmax softmax_backward dropout_backward rope linear linear_backward"
+            " ".join([*(_ALIKE - {"masked_softmax", "dropout"}), "rope", "linear", "linear_backward"])
         ),
         "it has no packed sequences": _PACKED,
         "it trains nothing": f"attention_backward {_TANGENTS} {_STATES}",
