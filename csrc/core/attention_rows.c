@@ -278,7 +278,7 @@ int64_t cattn_rows_of_block(struct cattn_rows *rows, const struct cattn_attentio
 
 struct cattn_call_shape cattn_call_of_products(const struct cattn_call_shape *scores) {
     struct cattn_call_shape call = *scores;
-    call.score_options.softcap = 0;
+    call.score_options = (struct cattn_score_options){.scale = scores->score_options.scale};
     call.has_slopes = call.has_block_mask = false;
     call.fully_ranged = true;
     return call;
