@@ -53,6 +53,8 @@ def choose_keys(
         Keys of the indexer, of one head, of as many heads as query, or of groups of them.
     count : int
         The number of blocks that a query chooses at most, at least 1. A block is a key unless block_size says more.
+    attn_mask : array_like, optional
+        As in `scaled_dot_product_attention`, the same for all heads. Numbers are added to the sum over the heads.
 
     Returns
     -------
@@ -76,8 +78,6 @@ def choose_keys(
         of rows of key times block_size, unless key_value_seq_lengths says more.
     first, last : int
         So many first and last blocks that a query sees are chosen in any case; they count as chosen.
-    attn_mask : array_like, optional
-        As in `scaled_dot_product_attention`, the same for all heads. Numbers are added to the sum over the heads.
     bias : array_like of float, optional
         Added to the sum over the heads.
     return_scores : bool
