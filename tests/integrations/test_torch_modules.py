@@ -147,12 +147,23 @@ MODULES: dict[str, Module] = {
     "RMSNorm": Module(lambda: nn.RMSNorm(WIDTH)),
     "GroupNorm": Module(lambda: nn.GroupNorm(HEADS, WIDTH), of_channels),
     "BatchNorm1d": Module(lambda: nn.BatchNorm1d(WIDTH), of_channels),
+    "Conv1d of each channel": Module(lambda: nn.Conv1d(WIDTH, WIDTH, 4, padding=3, groups=WIDTH), of_channels),
+    "Conv1d of each channel, twice": Module(
+        lambda: nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding="same", groups=WIDTH, bias=False), of_channels
+    ),
+    "Conv1d of each channel, wide padding": Module(
+        lambda: nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=5, groups=WIDTH), of_channels
+    ),
     "Softmax": Module(lambda: nn.Softmax(1)),
     "AvgPool1d": Module(lambda: nn.AvgPool1d(3, 1, 1), of_channels),
     "CosineSimilarity": Module(lambda: nn.CosineSimilarity(-1), lambda m, x: m(x, x.flip(-1))),
 }
 REFUSED: dict[str, Module] = {
     "Conv1d": Module(lambda: nn.Conv1d(WIDTH, 7, 1), of_channels),
+    "Conv1d of each channel, dilation": Module(
+        lambda: nn.Conv1d(WIDTH, WIDTH, 2, dilation=2, groups=WIDTH), of_channels
+    ),
+    "Conv1d of groups": Module(lambda: nn.Conv1d(WIDTH, WIDTH, 2, groups=2), of_channels),
     "Conv2d": Module(lambda: nn.Conv2d(1, 2, 3), lambda m, x: m(x[:, None])),
     "ConvTranspose1d": Module(lambda: nn.ConvTranspose1d(WIDTH, 7, 1), of_channels),
 }

@@ -168,7 +168,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "return_weights of scaled_dot_product_attention": "attention_weights",
         "flash_attn has no twin for processors: call cattn on the arrays of the tensors": _PACKED,
         "it has no gradients: call cattn on the arrays of the tensors": "attention_statistics explain",
-        "the operator of the forward function finds it by its name": _STATES,
+        "the operator of the forward function finds it by its name": "linear_attention_backward",
     },
     "JAX": {
         "XLA fuses it": f"{_OF_ROWS} linear causal_mask",

@@ -10,14 +10,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._tensors import DTYPES
+from ...functional import causal_conv, causal_conv_backward
+from ._tensors import DTYPES, as_array, as_tensor
 
 Kernel: TypeAlias = Callable[..., Any]
 
@@ -178,7 +179,7 @@ def _kernel_of_glu(theirs: Any, *, backward: bool = False) -> Kernel:
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
 # Operators whose rows may have other bits in another batch, and that have no kernel here.
-REFUSED = ("convolution", "_scaled_dot_product_flash_attention_for_cpu")
+REFUSED = ("_scaled_dot_product_flash_attention_for_cpu",)
 
 
 def kernel_that_refuses(name: str) -> Callable[..., NoReturn]:
@@ -515,6 +516,67 @@ def _kernel_of_batch_norm(theirs: Any) -> Kernel:
     return kernel
 
 
+# ---- the depthwise convolution ---------------------------------------------------------------------------------------
+class _Depthwise(NamedTuple):
+    """A convolution of each channel by itself, as the short convolution of padded tokens, of which it has some rows."""
+
+    kernels: int  # of each channel
+    left: int  # zeros before the first token
+    right: int
+    first: int  # row of the short convolution
+    step: int
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return (B, T, kernels of all channels) of an input (B, C, T)."""
+        return torch.nn.functional.pad(x, (self.left, self.right)).repeat_interleave(self.kernels, 1).mT
+
+
+def _read_depthwise(x: Tensor, weight: Tensor, options: tuple[Any, ...]) -> _Depthwise | None:
+    """Return the short convolution that has the rows; None for an input without any. Others are refused."""
+    stride, padding, dilation, transposed, _, groups = options
+    channels = x.shape[1] if x.ndim == 3 else 0
+    is_one = channels == groups and weight.shape[1] == 1 and list(dilation) == [1] and not transposed
+    if not is_one or x.dtype not in DTYPES or weight.dtype is not x.dtype:
+        kernel_that_refuses("convolution")()
+    before = weight.shape[-1] - 1
+    if x.numel() == 0 or weight.numel() == 0 or x.shape[-1] + 2 * padding[0] <= before:
+        return None
+    first = max(0, before - padding[0])
+    return _Depthwise(weight.shape[0] // channels, padding[0] - before + first, padding[0], first, stride[0])
+
+
+def _kernel_of_convolution(theirs: Any) -> Kernel:
+    def kernel(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
+        rows = _read_depthwise(x, weight, options)
+        if rows is None:
+            return theirs.call_boxed(keyset, x, weight, bias, *options)
+        arrays = (rows.pad(x), weight[:, 0], *(() if bias is None else (bias,)))
+        found = as_tensor(causal_conv(*map(as_array, arrays)), x.dtype)
+        return found[:, rows.first :: rows.step].mT.contiguous()
+
+    return kernel
+
+
+def _kernel_of_convolution_gradient(theirs: Any) -> Kernel:
+    def kernel(
+        keyset: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
+    ) -> tuple[Tensor | None, ...]:
+        rows = _read_depthwise(x, weight, options[:-1])
+        if rows is None:
+            found: tuple[Tensor | None, ...] = theirs.call_boxed(keyset, grad, x, weight, bias_sizes, *options)
+            return found
+        tokens = rows.pad(x)
+        of_rows = torch.zeros_like(tokens)
+        of_rows[:, rows.first :: rows.step] = grad.mT
+        of_tokens, of_weight, _, _ = causal_conv_backward(*map(as_array, (of_rows, tokens, weight[:, 0])))
+        of_x = as_tensor(of_tokens, x.dtype)[:, rows.left : rows.left + x.shape[-1]].mT
+        of_channels = of_x.reshape(*x.shape[:2], rows.kernels, -1).sum(2) if rows.kernels > 1 else of_x.contiguous()
+        each = (of_channels, as_tensor(of_weight, x.dtype)[:, None], grad.sum((0, 2)))
+        return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(each, options[-1], strict=True))
+
+    return kernel
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 _mean = partial(_kernel_of_sum, mean=True)
 _nansum = partial(_kernel_of_sum, skip_nan=True)
@@ -542,6 +604,8 @@ REDUCTIONS: dict[str, Callable[[Any], Kernel]] = {
 # For each overload the function that makes our kernel from PyTorch's.
 INVARIANT: dict[str, Callable[[Any], Kernel]] = {
     **REDUCTIONS,
+    "convolution": _kernel_of_convolution,
+    "convolution_backward": _kernel_of_convolution_gradient,
     **{name + form: partial(_make_elements, name, form == "_") for name, forms in _ELEMENTS.items() for form in forms},
     **{form: partial(_make_elements, name, True) for form, name in _IN_PLACE.items()},
 }
