@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -17,7 +18,7 @@ from test_transformers import GRADIENTS, LOGITS, make, padding  # noqa: E402
 from test_transformers_bits import pad  # noqa: E402
 
 from cattn.integrations.torch import batch_invariant, use_cattn  # noqa: E402
-from support.hf_models import _EXPERTS, RECURRENT, VOCABULARY  # noqa: E402
+from support.hf_models import _EXPERTS, _GROUPED, RECURRENT, VOCABULARY  # noqa: E402
 
 _generator = torch.Generator().manual_seed(1)
 TEXTS = [torch.randint(3, VOCABULARY, (n,), generator=_generator) for n in (5, 17, 11)]
@@ -88,20 +89,34 @@ def cut(model: Any, text: Any, sizes: list[int]) -> Any:
     return torch.cat(found)
 
 
+def logits_alone_and_padded(model: Any) -> list[Any]:
+    """Return the logits of each text alone. They have the bits of a batch that is padded on either side.
+
+    A state that transformers computes in chunks has those of padding on the right: the left side shifts the chunks.
+    """
+    alone = [model(input_ids=text[None]).logits[0] for text in TEXTS]
+    in_chunks = any(hasattr(model.config, name) for name in ("chunk_size", "mamba_chunk_size"))
+    for side in ("right",) if in_chunks else ("right", "left"):
+        inputs = pad(TEXTS, side)
+        mask = inputs["attention_mask"]
+        positions = {} if no_positions(model) else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        batch = model(**inputs, **positions).logits
+        for row, own, logits in zip(batch, mask.bool(), alone, strict=True):
+            assert torch.equal(row[own], logits), side
+    return alone
+
+
+def no_positions(model: Any) -> bool:
+    return "position_ids" not in inspect.signature(model.forward).parameters
+
+
 @pytest.mark.promise("projections' bits")
 @each
 def test_bits_do_not_depend_on_the_batch_nor_on_where_a_text_is_cut(name: str) -> None:
     model = make(name)
     model.set_attn_implementation("cattn")
     with torch.inference_mode(), batch_invariant() as seen:
-        alone = [model(input_ids=text[None]).logits[0] for text in TEXTS]
-        for side in ("left", "right"):
-            inputs = pad(TEXTS, side)
-            mask = inputs["attention_mask"]
-            batch = model(**inputs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-            for row, own, logits in zip(batch, mask.bool(), alone, strict=True):
-                assert torch.equal(row[own], logits), side
-        text = TEXTS[1]
+        alone, text = logits_alone_and_padded(model), TEXTS[1]
         for sizes in ([1] * len(text), [3, 1, 13], [12, 5]):
             assert torch.equal(cut(model, text, sizes), alone[1]), sizes
     assert (seen.passed_on, seen.products_passed_on) == (0, 0)
@@ -125,17 +140,42 @@ def test_families_with_a_short_convolution_alone_have_the_bits_of_the_text(name:
     with torch.inference_mode():
         theirs = model(input_ids=TEXTS[1][None]).logits[0]
         with batch_invariant() as seen:
-            alone = [model(input_ids=text[None]).logits[0] for text in TEXTS]
+            alone = logits_alone_and_padded(model)
             assert (alone[1] - theirs).abs().max() <= 3 * LOGITS * max(1, theirs.abs().max())
-            for side in ("left", "right"):
-                inputs = pad(TEXTS, side)
-                mask = inputs["attention_mask"]
-                batch = model(**inputs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-                for row, own, logits in zip(batch, mask.bool(), alone, strict=True):
-                    assert torch.equal(row[own], logits), side
             for pieces in ([1] * 17, [3, 1, 13]):
                 assert torch.equal(cut(model, TEXTS[1], pieces), alone[1]), pieces
     assert seen.calls >= 5
+    assert (seen.passed_on, seen.products_passed_on) == (0, 0)
+
+
+_SCAN = {"mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8, "mamba_chunk_size": 8}
+OF_CHANNELS: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 8},
+    "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "RecurrentGemma": {"lru_width": 32, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]},
+    "FalconH1": _SCAN | {"mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "NemotronH": {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 8,
+                  "layer_types": ["mamba", "attention"]},
+    "Bamba": _SCAN | {"attn_layer_indices": [1]},
+    "Jamba": {"mamba_d_state": 8, "num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
+              "use_mamba_kernels": False},
+}  # fmt: skip
+
+
+@pytest.mark.promise("projections' bits")
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_families_with_convolutions_of_each_channel_have_the_bits_of_the_text(name: str) -> None:
+    """Their states are those of transformers."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**_GROUPED | OF_CHANNELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if not no_positions(model):
+        model.set_attn_implementation("cattn")
+    with torch.inference_mode():
+        theirs = model(input_ids=TEXTS[1][None]).logits[0]
+        with batch_invariant() as seen:
+            alone = logits_alone_and_padded(model)
+    assert (alone[1] - theirs).abs().max() <= 3 * LOGITS * max(1, theirs.abs().max())
     assert (seen.passed_on, seen.products_passed_on) == (0, 0)
 
 

@@ -159,6 +159,11 @@ RECURRENT = {
     "qwen3_next": _decoder("Qwen3Next", _SHARED),
     "qwen3_5": Model("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _GROUPED | _STATES, "decoder"),
     "qwen3_5_moe": Model("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _SHARED, "decoder"),
+    "lara_mini": _decoder("LaraMini", _SHARED),
+    "bailing_hybrid": _decoder("BailingHybrid", _LATENT | {
+        "q_lora_rank": None, "head_dim": 8, "num_local_experts": 4, "layer_types": _STATES["layer_types"],
+        "num_experts_per_token": 2,
+    }),
     "kimi_linear": _decoder("KimiLinear", _WIDE | {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 6,
         "linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
