@@ -178,7 +178,8 @@ static PyObject *gather(const struct backward *b) {
                                         NULL);
 }
 
-/* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key, value and gate) */
+/* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key, value and gate, whether the
+ * tokens stand before the heads) */
 static PyObject *build_result(const struct backward *b) {
     const struct cattn_frozen *frozen = &b->frozen;
     struct cattn_array sinks = {.nd = 0};
@@ -202,7 +203,8 @@ static PyObject *build_result(const struct backward *b) {
         Py_XDECREF(shape);
     }
     if (packed)
-        result = PyObject_CallFunctionObjArgs(b->call.state->sum_gradients, gradients, shapes, descr, NULL);
+        result = PyObject_CallFunctionObjArgs(b->call.state->sum_gradients, gradients, shapes, descr,
+                                              b->call.shape.tokens_first ? Py_True : Py_False, NULL);
     Py_XDECREF(gradients);
     Py_XDECREF(shapes);
     Py_XDECREF(descr);

@@ -394,6 +394,7 @@ LAYOUT = Row(
             "a step of decoding": case(1, 700, **LOWER),
             "a few steps": case(6, 2 * CHUNK + 90, **LOWER),
             "few tokens": case(2, 30, heads=2, **LOWER),
+            "one gate for all": case(9, 30, gate=numbers(5, 1, 1, 1)),
             "window, softcap, slopes, sinks": case(99, 400, sinks=SINKS, **LOWER, **SCORES),
             "masks and dropout": case(
                 40, 300, attn_mask=bools(1, 40, 300), bias=numbers(2, 2, 4, 1, 300), **DROPOUT

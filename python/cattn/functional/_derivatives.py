@@ -17,8 +17,17 @@ __all__ = ["attention_backward", "attention_jvp", "attention_jvp_backward"]
 
 @in_default_mode
 @np.errstate(all="ignore")
-def sum_gradients(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
-    """Return each gradient in the shape of its argument; the gradients of query, key, value and gate in dtype."""
+def sum_gradients(
+    gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any], tokens_first: bool
+) -> AttentionGradients:
+    """Return each gradient in the shape of its argument; the gradients of query, key, value and gate in dtype.
+
+    A gate may be one number for all tokens and heads, whose sum has the same order in both layouts.
+    """
+    if tokens_first and gradients[-1] is not None and gradients[-1].shape != shapes[-1]:
+        own = np.broadcast_to(np.empty(()), (1,) * (gradients[-1].ndim - len(shapes[-1])) + shapes[-1])
+        total = sum_to(np.ascontiguousarray(gradients[-1].swapaxes(-3, -2)), own.swapaxes(-3, -2).shape)
+        gradients[-1] = total.swapaxes(-3, -2).reshape(shapes[-1])
     pairs = zip(gradients, shapes, strict=True)
     sums = AttentionGradients(*(None if gradient is None else sum_to(gradient, shape) for gradient, shape in pairs))
     stored = {name: getattr(sums, name) for name in ("query", "key", "value", "gate")}
