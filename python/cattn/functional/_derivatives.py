@@ -25,10 +25,8 @@ def sum_gradients(
     A gate may be one number for all tokens and heads, whose sum has the same order in both layouts.
     """
     if tokens_first and gradients[-1] is not None and gradients[-1].shape != shapes[-1]:
-        heads_first: NDArray[Any] = np.ascontiguousarray(gradients[-1].swapaxes(-3, -2))
-        *batch, tokens, heads, columns = [1] * (heads_first.ndim - len(shapes[-1])) + list(shapes[-1])
-        total = sum_to(heads_first, (*batch, heads, tokens, columns))
-        gradients[-1] = total.swapaxes(-3, -2).reshape(shapes[-1])
+        # NumPy adds in the order of memory
+        gradients[-1] = np.ascontiguousarray(gradients[-1].swapaxes(-3, -2)).swapaxes(-3, -2)
     pairs = zip(gradients, shapes, strict=True)
     sums = AttentionGradients(*(None if gradient is None else sum_to(gradient, shape) for gradient, shape in pairs))
     stored = {name: getattr(sums, name) for name in ("query", "key", "value", "gate")}
