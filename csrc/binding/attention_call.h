@@ -154,7 +154,7 @@ struct cattn_call {
     bool rounds_inputs;          /* gradients: compute_dtype rounds query, key and value before the call */
     bool widens;                 /* halves are computed as float32, and the caller rounds the result */
     int half_type;               /* of the inputs that were widened; NPY_BOOL (0): none */
-    int64_t pooled;              /* keys that a row of key stands for, if more than one */
+    int64_t pooled;              /* tokens of a row of key, if more than one */
     struct cattn_packed *packed; /* not owned; cleared with the call. NULL: the sequences are not packed */
     struct cattn_shape shape;
     struct cattn_frozen *frozen;

@@ -39,7 +39,7 @@ static bool parse_counts(struct choice *c, PyObject *const *args) {
                        (Py_ssize_t)params->count, (Py_ssize_t)params->first, (Py_ssize_t)params->last);
 }
 
-/* The tokens that rows of key stand for, and how many of them a query chooses at most. */
+/* Sets the number of tokens, of which a pooled row of key has block_size, and the length of a list of keys. */
 static bool settle_sizes(struct choice *c, PyObject *const *args) {
     struct cattn_choice_params *params = &c->params;
     struct cattn_attention_params *p = &params->forward;

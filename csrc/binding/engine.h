@@ -86,7 +86,7 @@ extern struct cattn_function cattn_functions[N_FUNCTIONS];
 
 /* ---- for the functions' own code ---- */
 
-/* Appends an array, a new reference, to those of the call. False for NULL, with an exception. */
+/* Gives an array to the call, which frees it. False for NULL, with an exception. */
 bool cattn_append_array(struct cattn_function_call *call, const struct cattn_slot *slot, PyArrayObject *array);
 /* A frozen array; NULL if it is not given. */
 struct cattn_array *cattn_frozen(const struct cattn_function_call *call, int slot);

@@ -153,8 +153,7 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
 
 /* Reads the number of a head (slopes, sinks). */
 static double number_at(const struct cattn_attention_params *p, const struct cattn_tensor *numbers, int64_t offset) {
-    const void *number = cattn_tensor_at(p, numbers, offset);
-    return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
+    return cattn_number_at(p->dtype, cattn_tensor_at(p, numbers, offset), 0);
 }
 
 /* Sets n row pointers into an output, `bytes` apart from `first`. Rows past `valid` are NULL. */
@@ -358,8 +357,7 @@ struct cattn_matrix cattn_tangent_matrix(const struct cattn_attention_params *p,
 
 static double sink_tangent(const struct cattn_attention_params *p, const struct cattn_tensor *sinks,
                            const struct cattn_place *place) {
-    const void *number = cattn_tensor_at(p, sinks, cattn_head_start(p, sinks, place->batch, place->head));
-    return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
+    return number_at(p, sinks, cattn_head_start(p, sinks, place->batch, place->head));
 }
 
 void cattn_score_tangents_fill(struct cattn_score_tangents *s, const struct cattn_attention_params *p,

@@ -53,6 +53,7 @@ struct choice_job {
     int64_t n_blocks;   /* of queries of a batch entry */
     int64_t block_keys; /* rows of key of a product */
     int64_t n_keys;     /* rows of key */
+    int64_t block_rows; /* rows of key of a block from which keys are chosen: 1 if they are pooled */
     int64_t n_parts, part_keys;
     char *parts; /* the candidates of all parts; or NULL */
     cattn_size part_size, scratch_size;
@@ -248,12 +249,12 @@ struct masks {
     const char *bias[CATTN_MAX_BIAS];
     int64_t bias_col[CATTN_MAX_BIAS];
     int n_bias;
-    bool is_single;
+    enum cattn_dtype dtype;
 };
 
 static struct masks masks_of(const struct choice_job *job, const struct place *place, int64_t i) {
     const struct cattn_attention_params *p = &job->params->forward;
-    struct masks masks = {.n_bias = p->n_bias, .is_single = p->dtype == CATTN_F32};
+    struct masks masks = {.n_bias = p->n_bias, .dtype = p->dtype};
     if (p->attn_mask.data) {
         masks.mask = (const uint8_t *)p->attn_mask.data + place->at.attn_mask + (place->first + i) * p->attn_mask.row;
         masks.mask_col = p->attn_mask.col;
@@ -269,10 +270,8 @@ static struct masks masks_of(const struct choice_job *job, const struct place *p
 static bool see(const struct masks *masks, int64_t k, double *score) {
     bool visible = !masks->mask || masks->mask[k * masks->mask_col];
     for (int b = 0; b < masks->n_bias && visible; b++) {
-        const char *at = masks->bias[b];
-        const double bias = masks->is_single ? (double)((const float *)(const void *)at)[k * masks->bias_col[b]]
-                                             : ((const double *)(const void *)at)[k * masks->bias_col[b]];
-        *score = masks->is_single ? (double)((float)*score + (float)bias) : *score + bias;
+        const double bias = cattn_number_at(masks->dtype, masks->bias[b], k * masks->bias_col[b]);
+        *score = masks->dtype == CATTN_F32 ? (double)((float)*score + (float)bias) : *score + bias;
         visible = !(isinf(bias) && bias < 0);
     }
     *score += 0; /* no -0 */
@@ -286,8 +285,7 @@ struct forced {
 
 static struct forced forced_of(const struct choice_job *job, int64_t lo, int64_t hi) {
     const struct cattn_choice_params *c = job->params;
-    const int64_t size = c->pooled ? 1 : c->block_size;
-    return (struct forced){lo / size + c->first, (hi - 1) / size + 1 - c->last};
+    return (struct forced){lo / job->block_rows + c->first, (hi - 1) / job->block_rows + 1 - c->last};
 }
 
 /* Makes a block a candidate if it may win. */
@@ -299,14 +297,14 @@ static void offer(const struct choice_job *job, struct candidates *c, struct for
         add(job, c, rank, score, block, left);
 }
 
-/* Offers n keys from key k on, which nothing hides or forces. Each is written down, and stays if it may win: a branch
- * would often be mispredicted. */
+/* Offers a run of keys from key k on, which nothing hides or forces; the score of k has the index `at`. Each is written
+ * down, and stays if it may win: a branch would often be mispredicted. */
 static void offer_run(const struct choice_job *job, struct candidates *c, const struct masks *masks, const void *scores,
-                      int64_t k, int64_t n, uint64_t *left) {
-    if (c->n + n > c->most)
+                      int64_t at, int64_t k, uint64_t *left) {
+    if (c->n + RUN > c->most)
         keep_best(c, job->count, left);
-    for (int64_t j = 0; j < n; j++) {
-        const double score = (masks->is_single ? (double)((const float *)scores)[j] : ((const double *)scores)[j]);
+    for (int64_t j = 0; j < RUN; j++) {
+        const double score = cattn_number_at(masks->dtype, scores, at + j);
         const uint64_t rank = rank_of(score);
         c->rank[c->n] = rank;
         c->score[c->n] = score;
@@ -324,17 +322,15 @@ static void close_block(const struct choice_job *job, struct candidates *c, stru
 /* The scores of the keys from .. to-1 of a query, of which the first one belongs to `scores`. */
 static void take_scores(const struct choice_job *job, const struct masks *masks, struct candidates *c,
                         struct forced forced, int64_t from, int64_t to, const struct task *task) {
-    const int64_t size = job->params->pooled ? 1 : job->params->block_size;
-    const int64_t element = masks->is_single ? (int64_t)sizeof(float) : (int64_t)sizeof(double);
+    const int64_t size = job->block_rows;
     const bool is_plain = size == 1 && !masks->mask && masks->n_bias == 0;
     for (int64_t k = from; k < to; k++) {
-        const char *at = (const char *)task->scores + (k - from) * element;
         if (is_plain && k >= forced.first && k + RUN <= cattn_min(to, forced.last)) {
-            offer_run(job, c, masks, at, k, RUN, task->sorted);
+            offer_run(job, c, masks, task->scores, k - from, k, task->sorted);
             k += RUN - 1;
             continue;
         }
-        double score = masks->is_single ? (double)*(const float *)(const void *)at : *(const double *)(const void *)at;
+        double score = cattn_number_at(masks->dtype, task->scores, k - from);
         if (!see(masks, k, &score))
             continue;
         if (size == 1) {
@@ -543,8 +539,7 @@ static cattn_size count_bytes(const struct choice_job *job) {
 static void cut(struct choice_job *job) {
     const struct cattn_choice_params *c = job->params;
     const struct cattn_attention_params *p = &c->forward;
-    const int64_t size = c->pooled ? 1 : c->block_size;
-    const int64_t blocks = cattn_ceil_div(job->n_keys, size), heads = p->num_heads;
+    const int64_t blocks = cattn_ceil_div(job->n_keys, job->block_rows), heads = p->num_heads;
     job->count = cattn_min(c->count, blocks > 0 ? blocks : 1);
     const int64_t spare = 2 * job->count > SPARE ? 2 * job->count : SPARE;
     job->n_room = job->count + cattn_min(spare, blocks + 1);
@@ -561,7 +556,7 @@ static void cut(struct choice_job *job) {
     job->n_parts = 1;
     if (units < p->num_threads && work > PARALLEL_WORK)
         job->n_parts = cattn_min(cattn_ceil_div(p->num_threads, units), cattn_ceil_div(job->n_keys, job->block_keys));
-    job->part_keys = cattn_round_up(cattn_ceil_div(job->n_keys, job->n_parts), size);
+    job->part_keys = cattn_round_up(cattn_ceil_div(job->n_keys, job->n_parts), job->block_rows);
     job->scratch_size = count_bytes(job);
 }
 
@@ -572,6 +567,7 @@ enum cattn_status cattn_choose_keys(const struct cattn_choice_params *params) {
         return CATTN_OK;
     struct choice_job job = {
         .params = params, .kernels = cattn_kernels_for(p->dtype), .rows = cattn_row_kernels_for(p->dtype)};
+    job.block_rows = params->pooled ? 1 : params->block_size;
     job.n_keys = params->pooled ? p->seqlen_k / params->block_size : p->seqlen_k;
     cut(&job);
     const int64_t units = p->n_batch * job.n_blocks;

@@ -45,23 +45,16 @@ static double size_of_grad(const struct cattn_backward *b, enum cattn_dtype dtyp
     double size = 0;
     if (b->scores.call.has_gate)
         return b->fit.grad_size[r];
-    for (int64_t i = r * b->grad_cols; i < (r + 1) * b->grad_cols; i++) {
-        const double x =
-            dtype == CATTN_F32 ? (double)((const float *)b->grad_rows)[i] : ((const double *)b->grad_rows)[i];
-        size += magnitude(x);
-    }
+    for (int64_t i = r * b->grad_cols; i < (r + 1) * b->grad_cols; i++)
+        size += magnitude(cattn_number_at(dtype, b->grad_rows, i));
     return size;
-}
-
-static double lse_of(const struct cattn_backward *b, enum cattn_dtype dtype, int r) {
-    return dtype == CATTN_F32 ? (double)((const float *)b->lse.value)[r] : ((const double *)b->lse.value)[r];
 }
 
 /* Comparisons with NaN are false: NaN in the arguments is not an error. */
 static bool row_fits(const struct cattn_backward *b, const struct cattn_attention_params *p,
                      const struct cattn_kernels *kernels, int r, struct cattn_misfit *found) {
     const struct cattn_fit *fit = &b->fit;
-    const double lse = lse_of(b, p->dtype, r);
+    const double lse = cattn_number_at(p->dtype, b->lse.value, r);
     const double tolerance = TOLERANCE * (1 + magnitude(lse) + log_above(b->scores.n_keys));
     if (!(tolerance < MOST_TOLERANCE)) /* also infinite or NaN: a row without keys, or one without numbers */
         return true;
@@ -132,7 +125,7 @@ static bool tangents_fit(const struct cattn_jvp_backward *j, const struct cattn_
         return true;
     /* scores of the size of lse have been rounded, too */
     t.relative = 0x1p-6 + magnitude(j->backward.fit.weights[r] + t.sink_weight - 1) +
-                 magnitude(lse_of(&j->backward, p->dtype, r)) * (single ? 0x1p-20 : 0x1p-49);
+                 magnitude(cattn_number_at(p->dtype, j->backward.lse.value, r)) * (single ? 0x1p-20 : 0x1p-49);
     found->kind = CATTN_MISFIT_LSE_TANGENT;
     if (!lse_tangent_fits(j, kernels, r, &t))
         return false;

@@ -168,8 +168,7 @@ static void add_sinks(const struct gathered_job *job, const struct gathered_unit
     const struct cattn_attention_params *p = &job->params->forward;
     double *to = job->sinks + u->gather->batch.index * p->num_heads + u->gather->first_head;
     for (int64_t head = 0; head < u->gather->call.num_heads; head++)
-        to[head] += p->dtype == CATTN_F32 ? (double)((const float *)u->grad_sinks)[head]
-                                          : ((const double *)u->grad_sinks)[head];
+        to[head] += cattn_number_at(p->dtype, u->grad_sinks, head);
 }
 
 /* Heads and batch entries may share a gradient of the bias: then all units add to one place. */

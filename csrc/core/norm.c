@@ -110,10 +110,6 @@ static void gradient_block(const struct gradient_job *job, int64_t block, void *
     }
 }
 
-static double number_at(enum cattn_dtype dtype, const void *numbers, int64_t i) {
-    return dtype == CATTN_F32 ? (double)((const float *)numbers)[i] : ((const double *)numbers)[i];
-}
-
 static void gradient_task(void *context, int64_t task, struct cattn_worker *worker) {
     struct gradient_job *job = context;
     const struct cattn_norm_backward_params *p = job->params;
@@ -128,7 +124,7 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
     for (int64_t i = 0; i < n * job->n_sums; i++) {
         if (i % SUMS_PER_LOOK == SUMS_PER_LOOK - 1 && cattn_should_stop(worker))
             return;
-        job->totals[i % job->n_sums] += number_at(p->dtype, sums, i);
+        job->totals[i % job->n_sums] += cattn_number_at(p->dtype, sums, i);
     }
     cattn_tickets_pass(&job->tickets, 0);
 }

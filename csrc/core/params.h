@@ -32,6 +32,12 @@ void cattn_check_conv(const struct cattn_conv_params *params);
 void cattn_check_mask(const struct cattn_mask_params *params);
 #endif
 
+/* ---- numbers of the type of a computation ---- */
+
+static inline double cattn_number_at(enum cattn_dtype dtype, const void *numbers, int64_t i) {
+    return dtype == CATTN_F32 ? (double)((const float *)numbers)[i] : ((const double *)numbers)[i];
+}
+
 /* ---- the part of a strided tensor that belongs to one batch entry ---- */
 
 /* Batch entries are numbered in C order over the batch dimensions.

@@ -180,7 +180,7 @@ def flags_of_the_processor() -> list[str]:
 
 @pytest.mark.skipif("xgetbv1" not in flags_of_the_processor(), reason="the processor does not say what is in use")
 def test_no_call_leaves_the_upper_halves_of_registers_in_use(isa: str, dtype: type, normal: Normal) -> None:
-    """Where they are, the caller's code without AVX waits for each function with it, as those of the C library."""
+    """Otherwise code without AVX is slow after a call, as the mathematical functions of the C library are."""
     x = normal(2, 150, 32, dtype=dtype)
     out, _, lse, *_ = cattn.scaled_dot_product_attention(x, x, x, return_lse=True)
     calls: dict[str, Callable[[], Any]] = {

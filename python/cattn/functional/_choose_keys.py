@@ -72,10 +72,10 @@ def choose_keys(
     block_size : int
         Keys of a block. Blocks are counted from the first valid key, so padding on the left does not move them.
     pooled : bool
-        If False, a block has the largest score of those of its keys that the query sees. If True, `key`, attn_mask and
-        bias have one row or column for each whole block of keys; a block is chosen only if the query sees all its keys,
-        and the visible keys of blocks that are not whole are chosen besides, with the score NaN. T_k is then the number
-        of rows of key times block_size, unless key_value_seq_lengths says more.
+        If False, the score of a block is the largest one among its keys that the query sees. If True, `key`, attn_mask
+        and bias have one row or column for each whole block of keys; a block is chosen only if the query sees all its
+        keys, and the visible keys of blocks that are not whole are chosen besides, with the score NaN. T_k is then the
+        number of rows of key times block_size, unless key_value_seq_lengths says more.
     first, last : int
         So many first and last blocks that a query sees are chosen in any case; they count as chosen.
     bias : array_like of float, optional

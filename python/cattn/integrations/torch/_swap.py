@@ -483,8 +483,8 @@ def batch_invariant(*, compute_dtype: ComputeDType = None) -> Iterator[Seen]:
     ``use_cattn(linear=True)``. Sums, means, variances and norms are rounded once, from float64 or exact sums, so that
     zeros of padding change no bit. Element-wise functions such as ``silu`` and ``gelu``, of which PyTorch computes the
     last elements by another formula, get full vectors. Operators whose rows may depend on the batch, and that have no
-    such kernel, are a NotImplementedError: convolutions but those of each channel over time, and attention that cattn
-    does not take. Everything else is PyTorch's; the documentation lists what was compared.
+    such kernel, are a NotImplementedError: convolutions over several channels, for example, and attention that
+    cattn does not take. Everything else is PyTorch's; the documentation lists what was compared.
 
     Parameters
     ----------
