@@ -135,6 +135,22 @@ static struct cattn_tensor gather_scales(const struct cattn_gather *g, const str
     return part;
 }
 
+/* The gathered values. Where they are columns of the keys, as in multi-head latent attention, the copy of the keys has
+ * them. */
+static struct cattn_tensor gather_values(const struct cattn_gather *g, const struct cattn_attention_params *p,
+                                         int64_t kv_head) {
+    const size_t element = p->quantized_value ? 1 : cattn_stored_size(p->dtype, p->storage);
+    const int64_t of_value = g->batch.value + kv_head * p->value.head, of_key = g->batch.key + kv_head * p->key.head;
+    const int64_t width = (int64_t)element;
+    const int64_t bytes = (int64_t)((uintptr_t)p->value.data - (uintptr_t)p->key.data) + (of_value - of_key) * width;
+    const bool are_columns = !p->quantized_key && !p->quantized_value && p->key.col == 1 && p->value.col == 1 &&
+                             p->key.row == p->value.row && bytes % width == 0 && bytes >= 0 &&
+                             bytes / width <= p->head_dim - p->d_v;
+    if (!are_columns)
+        return gather_rows(g, &p->value, of_value, p->d_v, element, g->value);
+    return (struct cattn_tensor){.data = (char *)g->key + bytes, .row = p->head_dim, .col = 1};
+}
+
 struct cattn_tensor cattn_gather_part(const struct cattn_gather *g, const struct cattn_tensor *tensor, int64_t start,
                                       size_t element) {
     if (!tensor->data)
@@ -258,8 +274,7 @@ void cattn_gather_unit(const struct cattn_gather_plan *plan, const struct cattn_
         call->key_scale =
             gather_scales(g, &p->key_scale, at->key_scale + kv_head * p->key_scale.head, p->head_dim, g->key_scale);
     if (p->value.data)
-        call->value = gather_rows(g, &p->value, at->value + kv_head * p->value.head, p->d_v,
-                                  p->quantized_value ? 1 : stored, g->value);
+        call->value = gather_values(g, p, kv_head);
     if (p->quantized_value && p->value.data)
         call->value_scale =
             gather_scales(g, &p->value_scale, at->value_scale + kv_head * p->value_scale.head, p->d_v, g->value_scale);

@@ -156,6 +156,11 @@ def make(T_q: int, T_k: int, heads: int, kv_heads: int, lists: tuple[int, ...], 
     return call | {"key_indices": np.where(rng.random(lists) < 0.1, -1, indices)} | options
 
 
+def with_values_in_keys(call: Call, first: int, end: int) -> Call:
+    """Return the call with columns of its keys for values, in the same memory."""
+    return call | {"value": call["key"][..., first:end]}
+
+
 LARGE: dict[str, Call] = {
     "one list for many queries": make(500, 900, 4, 2, (2, 1, 1, 300), np.float32, softcap=3.0),
     "one list, masks": make(
@@ -171,6 +176,12 @@ LARGE: dict[str, Call] = {
         200, 300, 4, 2, (200, 77), np.float32,
         block_mask=cattn.BlockMask(np.random.default_rng(3).random((2, 4, 4, 6)) < 0.5, 50),
         attn_mask=np.random.default_rng(4).random(300) < 0.9,
+    ),
+    "values are the first columns of the keys": with_values_in_keys(
+        make(40, 3000, 8, 1, (2, 1, 40, 600), np.float32, is_causal="lower_right"), 0, 16
+    ),
+    "values are other columns of the keys": with_values_in_keys(
+        make(90, 700, 4, 2, (4, 90, 80), np.float16, key_value_seq_starts=[0, 300]), 5, 24
     ),
 }  # fmt: skip
 
@@ -286,6 +297,8 @@ def test_gradients_are_sums_of_those_of_the_gathered_keys(own_heads: bool, own_r
     T_q, group = 110, 3
     call = make(T_q, 70, 6, 2, (2, 6 if own_heads else 1, T_q if own_rows else 1, 60), np.float32,
                 softcap=4.0, attn_mask=np.random.default_rng(0).random((T_q, 70)) < 0.9)  # fmt: skip
+    if own_rows:
+        call = with_values_in_keys(call, 3, 20)
     result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
     grad_out = np.random.default_rng(1).standard_normal(result.out.shape).astype(np.float32)
     given: Call = {"grad_out": grad_out, "out": result.out, "lse": result.lse}

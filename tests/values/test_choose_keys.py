@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
+from support import assert_same_bits
 from support.calls import LIMITS, SMALL, Call, again, from_rng, lay_out
 from support.functions import FUNCTIONS
 
@@ -188,6 +189,29 @@ def test_attention_reads_the_chosen_keys() -> None:
     mask = np.zeros((2, 1, 60, 61), np.bool_)
     np.put_along_axis(mask, keys.astype(np.int64), True, -1)  # -1 is the last column
     np.testing.assert_allclose(out, cattn.scaled_dot_product_attention(query, key, value, mask[..., :60]), atol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(np.float64, 1e-12), (np.float32, 3e-4)])
+def test_latent_attention_of_chosen_keys_has_the_values_of_its_heads(dtype: type, limit: float) -> None:
+    """The absorbed form of multi-head latent attention beside the heads' own keys and values."""
+    heads, T_q, T_k, latent, rotated, size = 128, 5, 90, 512, 64, 128
+    query, rotated_query = (rng.standard_normal((2, heads, T_q, n)) for n in (size, rotated))
+    key = rng.standard_normal((2, 1, T_k, latent + rotated))
+    up_key, up_value = rng.standard_normal((2, heads, size, latent)) / latent**0.5
+    lists = cattn.choose_keys(rotated_query, key[..., latent:], 30, is_causal="lower_right", enable_gqa=True)
+    options: dict[str, Any] = {"key_indices": lists, "scale": (size + rotated) ** -0.5}
+    own_key = key[..., :latent] @ up_key.swapaxes(-1, -2)
+    own_key = np.concatenate([own_key, np.broadcast_to(key[..., latent:], (2, heads, T_k, rotated))], -1)
+    own_value = key[..., :latent] @ up_value.swapaxes(-1, -2)
+    own_query = np.concatenate([query, rotated_query], -1)
+    right = reference.scaled_dot_product_attention(own_query, own_key, own_value, **options)
+
+    absorbed, key = (x.astype(dtype) for x in (np.concatenate([query @ up_key, rotated_query], -1), key))
+    values = key[..., :latent]
+    out = cattn.scaled_dot_product_attention(absorbed, key, values, enable_gqa=True, **options)
+    np.testing.assert_allclose(out @ up_value.swapaxes(-1, -2), right, rtol=0, atol=limit)
+    copied = cattn.scaled_dot_product_attention(absorbed, key, values.copy(), enable_gqa=True, **options)
+    assert_same_bits(out, copied)
 
 
 def test_memory_grows_with_the_choice_alone() -> None:
