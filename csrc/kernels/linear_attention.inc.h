@@ -231,6 +231,27 @@ INLINE void run_pass(struct strip *strip, const struct pass *pass, int64_t d_k, 
     }
 }
 
+/* Asks for n elements of a token's row, which begin at `first`. */
+INLINE void prefetch_row(const struct cattn_state_columns *s, const struct cattn_strided *rows, int64_t token,
+                         int64_t first, int64_t n) {
+    const size_t size = stored_size(s->storage);
+    for (int64_t i = 0; i < n && rows->col == 1; i += LINE_BYTES / (int64_t)size)
+        prefetch_far((uintptr_t)rows->data, token * rows->row + first + i, size);
+}
+
+/* Asks for what the next block reads and writes where this one has `token`. If heads lie side by side, each row is on a
+ * page of its own, which no processor foresees. */
+INLINE void prefetch_next(const struct cattn_state_columns *s, int64_t token, int64_t column, int n_columns) {
+    const int64_t next = token + CATTN_STATE_TOKENS;
+    if (next >= s->n_tokens)
+        return;
+    prefetch_row(s, &s->key, next, 0, s->d_k);
+    for (int64_t h = 0; h < s->n_queries; h++)
+        prefetch_row(s, &s->query, next, h * s->query.head, s->d_k);
+    prefetch_row(s, &s->value, next, column, n_columns);
+    prefetch_row(s, &s->out, next, column, n_columns);
+}
+
 /* Functions of their own, so that all sums stay in registers. */
 typedef void pass_function(struct strip *strip, const struct pass *pass, int64_t d_k, bool first, const vf *update,
                            vf *retrieved, vf *read);
@@ -283,6 +304,7 @@ INLINE void run_block(const struct cattn_state_columns *s, const struct token_bl
         const struct pass pass = {b->key + t * d_k, b->factor + t * d_k, b->number[t], b->read_key + t * d_k,
                                   b->read_query + t * d_k};
         run(strip, &pass, d_k, token + t == 0, update, retrieved, read);
+        prefetch_next(s, token + t, column, n_columns);
         const real beta = retrieves ? ((const real *)s->beta.data)[(token + t) * s->beta.row] : 1;
         UNROLLED(j, w) {
             const int lanes = columns_from(n_columns, j);
