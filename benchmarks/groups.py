@@ -471,11 +471,12 @@ STEPS = 5  # steps of decoding in one call, so that the time of entering the con
 
 
 def models(probe: Probe | None) -> Any:
-    """Three transformers of random weights with PyTorch's products and attention, and with ours, one thread."""
+    """Four transformers of random weights with PyTorch's products and attention, and with ours, one thread."""
     for kind, shapes in (("bert", ((1, 16), (16, 64), (8, 512))), ("gpt2", ((1, 16), (4, 128), (1, 512)))):
         for shape in shapes:
             yield _model_case(f"{kind}, prefill {shape}", functools.partial(_prefill, kind, shape), shape)
     yield _model_case("llama, prefill (1, 512)", functools.partial(_prefill, "llama", (1, 512)), (1, 512))
+    yield _model_case("qwen4, prefill (1, 2048)", functools.partial(_prefill, "qwen4", (1, 2048)), (1, 2048))
     for kind, texts in itertools.product(("gpt2", "llama"), (1, 8)):
         name = f"{kind}, decode of {texts} with 256 tokens before"
         yield _model_case(name, functools.partial(_decode, kind, texts), (texts, 1))
@@ -504,6 +505,15 @@ def _pair(kind: str, train: bool = False) -> tuple[Any, Any]:
         "llama": lambda **more: transformers.LlamaConfig(
             hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
             num_key_value_heads=4, vocab_size=8192, **more,
+        ),
+        # so small that its indexer takes most of the time
+        "qwen4": lambda **more: transformers.Qwen4ExpTextConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+            indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=6, indexer_compress_ratio=2,
+            hc_lowrank=16, layer_types=["linear_attention", "indexed_attention"], pad_token_id=0, vocab_size=8192,
+            **more,
         ),
     }  # fmt: skip
     found = []
