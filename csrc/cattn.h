@@ -87,6 +87,8 @@ struct cattn_attention_params {
     enum cattn_storage quantized_key, quantized_value;
     enum cattn_bf16_products bf16_products; /* of query, key, value and weights; only with dtype float32 */
     bool packed_keys;  /* key and value are copies of rounded_keys.c, in the layout of the tables of tiles */
+    /* The call of one list of key_indices, by gathered_attention.c: where its seqlen_k keys and values lie. Or NULL. */
+    const struct cattn_key_list *key_list;
     bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
     bool store_scores; /* weights receives the scores instead, -inf where a key is hidden */
     bool own_head_lists, own_row_lists; /* key_indices has a head axis, a query axis: gradients are added accordingly */

@@ -129,6 +129,18 @@ static void step(const struct forward_job *job, struct walk *walk) {
         job->kernels->chunk_begin(rows);
 }
 
+/* Copies a key block of a list, for the blocks of rows that are at it. */
+static void copy_listed_block(const struct forward_job *job, const struct walk *walks, int n, int64_t k0, int64_t k1) {
+    const struct cattn_attention_params *p = job->params;
+    struct cattn_matrix key, value;
+    cattn_copy_listed_keys(p, p->key_list, k0, k1, &walks[0].rows->scratch.listed, &key, &value);
+    for (int i = 0; i < n; i++)
+        if (walks[i].next == k0) {
+            walks[i].rows->key = key;
+            walks[i].rows->value = value;
+        }
+}
+
 /* Leads blocks of rows through their keys, together: a key block comes from memory once for all of them. Returns false
  * if the call was stopped. worker is NULL on the tiny path. */
 static bool walk_keys(const struct forward_job *job, struct walk *walks, int n, struct cattn_worker *worker) {
@@ -146,8 +158,11 @@ static bool walk_keys(const struct forward_job *job, struct walk *walks, int n, 
         if (worker && cattn_should_stop(worker))
             return false;
         const bool packs = job->kernels->pack_block && n_here >= CATTN_LEAST_BLOCKS;
+        const int64_t k1 = cattn_block_end(k0, rows->n_keys);
+        if (job->params->key_list)
+            copy_listed_block(job, walks, n, k0, k1);
         if (packs)
-            job->kernels->pack_block(rows, k0, cattn_block_end(k0, rows->n_keys));
+            job->kernels->pack_block(rows, k0, k1);
         for (int i = 0; i < n; i++)
             if (walks[i].next == k0) {
                 walks[i].rows->call.packed_block = packs;

@@ -164,11 +164,23 @@ struct cattn_gather_plan {
     int64_t n_units;
     int num_threads;      /* that take units */
     int threads_per_unit; /* either of the two is 1 */
+    bool copies_lists;    /* a unit's keys are copied at once; otherwise its call copies one key block at a time */
 };
 
 /* The plan of a call with key_indices. for_gradients: the units follow the bit contract, and queries that share a
  * list are never cut into several. */
 struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *params, bool for_gradients);
+
+/* The keys and values of one list: key k is row rows[k] of both matrices. value.first is NULL if there is no value. */
+struct cattn_key_list {
+    const int64_t *rows;
+    struct cattn_matrix key, value;
+};
+
+/* Copies the keys k0 .. k1-1 of a list. The results keep their numbers: first_row is k0. */
+void cattn_copy_listed_keys(const struct cattn_attention_params *params, const struct cattn_key_list *list, int64_t k0,
+                            int64_t k1, const struct cattn_key_copies *copies, struct cattn_matrix *key,
+                            struct cattn_matrix *value);
 
 /* A unit and its gathered keys, in the scratch of a task. */
 struct cattn_gather {
@@ -177,10 +189,10 @@ struct cattn_gather {
     int64_t first_head, first_row, n_rows;
     int64_t n_keys;         /* gathered: the keys of the list that are in range */
     int64_t *index, *place; /* of each: its place among the keys of the array, and in the list */
-    void *key, *value;      /* [gathered][column] */
-    float *key_scale, *value_scale;
-    uint8_t *mask;              /* [head][row][gathered]; also holds the block mask */
-    void *bias[CATTN_MAX_BIAS]; /* the same */
+    struct cattn_key_list list;
+    struct cattn_key_copies copies; /* if the plan copies lists */
+    uint8_t *mask;                  /* [head][row][gathered]; also holds the block mask */
+    void *bias[CATTN_MAX_BIAS];     /* the same */
 };
 
 /* Lays out a unit and its arrays, or counts their bytes if the arena has no memory. */

@@ -10,10 +10,6 @@
 #define UNIT_ROWS 384
 #define UNIT_ROWS_MASKED CATTN_TILE_ROWS
 
-/* Rows that are prefetched before they are copied: they lie anywhere, so that processors do not foresee them. */
-#define ROWS_AHEAD 8
-#define LINE_BYTES 64
-
 /* ---- the plan ---- */
 
 /* Whether queries have ranges of their own. */
@@ -39,6 +35,7 @@ struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *
     plan.units_per_batch = p->num_heads / plan.heads_per_unit;
     plan.blocks_per_head = cattn_ceil_div(p->seqlen_q, plan.rows_per_unit);
     plan.n_units = p->n_batch * plan.units_per_batch * plan.blocks_per_head;
+    plan.copies_lists = for_gradients || (p->bf16_products && plan.rows_per_unit > 1);
     const int threads = cattn_plan_second_threads(p);
     *(plan.n_units >= threads ? &plan.num_threads : &plan.threads_per_unit) = threads;
     return plan;
@@ -70,18 +67,12 @@ static bool joins_masks(const struct cattn_attention_params *p) {
 struct cattn_gather *cattn_gather_lay_out(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
                                           struct cattn_arena *arena) {
     const cattn_size n = (cattn_size)p->n_indices, element = cattn_element_size(p->dtype);
-    const cattn_size key = cattn_stored_size(p->dtype, p->quantized_key ? p->quantized_key : p->storage);
-    const cattn_size value = cattn_stored_size(p->dtype, p->quantized_value ? p->quantized_value : p->storage);
     const cattn_size pairs = n * (cattn_size)plan->heads_per_unit * (cattn_size)plan->rows_per_unit;
-    const bool key_scale = p->quantized_key, value_scale = p->quantized_value && p->value.data;
     struct cattn_gather unused = {.n_keys = 0}, *gather = cattn_carve(arena, sizeof *gather),
                         *g = gather ? gather : &unused;
     g->index = cattn_carve(arena, n * sizeof *g->index);
     g->place = cattn_carve(arena, n * sizeof *g->place);
-    g->key = cattn_carve(arena, n * (cattn_size)p->head_dim * key);
-    g->value = cattn_carve(arena, p->value.data ? n * (cattn_size)p->d_v * value : 0);
-    g->key_scale = cattn_carve(arena, key_scale ? n * (cattn_size)p->head_dim * sizeof(float) : 0);
-    g->value_scale = cattn_carve(arena, value_scale ? n * (cattn_size)p->d_v * sizeof(float) : 0);
+    cattn_key_copies_lay_out(p, plan->copies_lists ? n : 0, &g->copies, arena);
     g->mask = cattn_carve(arena, joins_masks(p) ? pairs : 0);
     for (int b = 0; b < p->n_bias; b++)
         g->bias[b] = cattn_carve(arena, is_gathered(&p->bias[b]) ? pairs * element : 0);
@@ -89,67 +80,6 @@ struct cattn_gather *cattn_gather_lay_out(const struct cattn_gather_plan *plan, 
 }
 
 /* ---- gathering ---- */
-
-#define COPY_ELEMENTS(type)                                                                                            \
-    for (int64_t c = 0; c < n; c++)                                                                                    \
-    memcpy((type *)to + c, (const type *)from + c * stride, sizeof(type))
-
-/* n elements, which become contiguous. */
-static void copy_elements(void *to, const void *from, int64_t stride, int64_t n, size_t element) {
-    if (stride == 1)
-        memcpy(to, from, (size_t)n * element);
-    else if (element == 1)
-        COPY_ELEMENTS(uint8_t);
-    else if (element == 2)
-        COPY_ELEMENTS(uint16_t);
-    else if (element == 4)
-        COPY_ELEMENTS(uint32_t);
-    else
-        COPY_ELEMENTS(uint64_t);
-}
-
-/* Rows of keys, values or scales, of n_cols elements, from the row of the first valid key on. */
-static struct cattn_tensor gather_rows(const struct cattn_gather *g, const struct cattn_tensor *tensor, int64_t start,
-                                       int64_t n_cols, size_t element, void *to) {
-    const char *from = (const char *)tensor->data + start * (int64_t)element;
-    const int64_t first_key = g->batch.batch_range.first_key;
-    const int64_t row = tensor->row * (int64_t)element, bytes = tensor->col == 1 ? n_cols * (int64_t)element : 0;
-    for (int64_t k = 0; k < g->n_keys; k++) {
-        const char *ahead = from + (g->index[cattn_min(k + ROWS_AHEAD, g->n_keys - 1)] - first_key) * row;
-        for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES)
-            __builtin_prefetch(ahead + byte);
-        copy_elements((char *)to + (cattn_size)(k * n_cols) * element, from + (g->index[k] - first_key) * row,
-                      tensor->col, n_cols, element);
-    }
-    return (struct cattn_tensor){.data = to, .row = n_cols, .col = 1};
-}
-
-/* Scales of the gathered rows; those that rows share are left where they are. */
-static struct cattn_tensor gather_scales(const struct cattn_gather *g, const struct cattn_tensor *scale, int64_t start,
-                                         int64_t n_cols, float *to) {
-    struct cattn_tensor part = {.data = (float *)scale->data + start, .col = scale->col};
-    if (scale->row == 0 || n_cols == 0)
-        return part;
-    part = gather_rows(g, scale, start, scale->col ? n_cols : 1, sizeof *to, to);
-    part.col = scale->col ? 1 : 0;
-    return part;
-}
-
-/* The gathered values. Where they are columns of the keys, as in multi-head latent attention, the copy of the keys has
- * them. */
-static struct cattn_tensor gather_values(const struct cattn_gather *g, const struct cattn_attention_params *p,
-                                         int64_t kv_head) {
-    const size_t element = p->quantized_value ? 1 : cattn_stored_size(p->dtype, p->storage);
-    const int64_t of_value = g->batch.value + kv_head * p->value.head, of_key = g->batch.key + kv_head * p->key.head;
-    const int64_t width = (int64_t)element;
-    const int64_t bytes = (int64_t)((uintptr_t)p->value.data - (uintptr_t)p->key.data) + (of_value - of_key) * width;
-    const bool are_columns = !p->quantized_key && !p->quantized_value && p->key.col == 1 && p->value.col == 1 &&
-                             p->key.row == p->value.row && bytes % width == 0 && bytes >= 0 &&
-                             bytes / width <= p->head_dim - p->d_v;
-    if (!are_columns)
-        return gather_rows(g, &p->value, of_value, p->d_v, element, g->value);
-    return (struct cattn_tensor){.data = (char *)g->key + bytes, .row = p->head_dim, .col = 1};
-}
 
 struct cattn_tensor cattn_gather_part(const struct cattn_gather *g, const struct cattn_tensor *tensor, int64_t start,
                                       size_t element) {
@@ -259,25 +189,41 @@ static void describe(const struct cattn_gather_plan *plan, const struct cattn_at
     call->ranges.key_length = g->n_keys;
 }
 
+static void *address(const void *data) { return (void *)(uintptr_t)data; }
+
+/* A matrix as the keys or values of a call without batch and heads. */
+static void to_tensors(const struct cattn_matrix *matrix, struct cattn_tensor *tensor, struct cattn_tensor *scale) {
+    *tensor = (struct cattn_tensor){.data = address(matrix->first), .row = matrix->row, .col = matrix->col};
+    if (matrix->first && cattn_is_quantized(matrix->storage))
+        *scale =
+            (struct cattn_tensor){.data = address(matrix->scale), .row = matrix->scale_row, .col = matrix->scale_col};
+}
+
+/* The keys and values of the unit's call: copies, or the list, of which the call copies one key block at a time. */
+static void find_list(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
+                      struct cattn_gather *g) {
+    struct cattn_key_list *list = &g->list;
+    struct cattn_matrix key, value;
+    cattn_keys_of_head(p, &g->batch, g->first_head / p->group_size, &list->key, &list->value);
+    list->rows = g->index;
+    list->key.first_row = list->value.first_row = g->batch.batch_range.first_key;
+    if (plan->copies_lists)
+        cattn_copy_listed_keys(p, list, 0, g->n_keys, &g->copies, &key, &value);
+    else
+        key = list->key, value = list->value, g->call.key_list = list;
+    to_tensors(&key, &g->call.key, &g->call.key_scale);
+    to_tensors(&value, &g->call.value, &g->call.value_scale);
+}
+
 void cattn_gather_unit(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p, int64_t unit,
                        struct cattn_worker *worker, struct cattn_gather *g) {
     struct cattn_attention_params *call = &g->call;
     find_keys(plan, p, unit, g);
     describe(plan, p, worker, g);
     const struct cattn_batch *at = &g->batch;
-    const int64_t kv_head = g->first_head / p->group_size;
     const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
     call->query = cattn_gather_part(g, &p->query, at->query, stored);
-    call->key =
-        gather_rows(g, &p->key, at->key + kv_head * p->key.head, p->head_dim, p->quantized_key ? 1 : stored, g->key);
-    if (p->quantized_key)
-        call->key_scale =
-            gather_scales(g, &p->key_scale, at->key_scale + kv_head * p->key_scale.head, p->head_dim, g->key_scale);
-    if (p->value.data)
-        call->value = gather_values(g, p, kv_head);
-    if (p->quantized_value && p->value.data)
-        call->value_scale =
-            gather_scales(g, &p->value_scale, at->value_scale + kv_head * p->value_scale.head, p->d_v, g->value_scale);
+    find_list(plan, p, g);
     call->attn_mask = gather_mask(g, p);
     for (int b = 0; b < p->n_bias; b++)
         call->bias[b] = gather_bias(g, &p->bias[b], at->bias[b], element, g->bias[b]);

@@ -231,6 +231,7 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     check_aligned(&p->key_indices, sizeof(int64_t));
     assert(!p->key_indices.data || (p->n_indices >= 0 && !p->query_starts.data));
     assert(!p->key_indices.data || (!p->slopes.data && !p->dropout.enabled && !p->dropout_mask.data));
+    assert(!p->key_list || (p->n_batch == 1 && p->num_heads == p->group_size));
     check_aligned(&p->out, stored);
     check_aligned(&p->weights, stored);
     assert(!p->store_scores || p->weights.data);

@@ -120,6 +120,17 @@ struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, cattn_
     return rows;
 }
 
+void cattn_key_copies_lay_out(const struct cattn_attention_params *p, cattn_size n, struct cattn_key_copies *copies,
+                              struct cattn_arena *arena) {
+    const cattn_size key = n * (cattn_size)p->head_dim, value = p->value.data ? n * (cattn_size)p->d_v : 0;
+    copies->key =
+        cattn_carve(arena, key * cattn_stored_size(p->dtype, p->quantized_key ? p->quantized_key : p->storage));
+    copies->value =
+        cattn_carve(arena, value * cattn_stored_size(p->dtype, p->quantized_value ? p->quantized_value : p->storage));
+    copies->key_scale = cattn_carve(arena, p->quantized_key ? key * sizeof(float) : 0);
+    copies->value_scale = cattn_carve(arena, p->quantized_value ? value * sizeof(float) : 0);
+}
+
 /* Sets the arrays of a task that hold nothing between two key blocks: its blocks share them. */
 static void lay_out_work(const struct cattn_plan *plan, const struct cattn_attention_params *p,
                          const struct cattn_kernels *kernels, struct cattn_row_scratch *s, struct cattn_arena *arena) {
@@ -132,6 +143,8 @@ static void lay_out_work(const struct cattn_plan *plan, const struct cattn_atten
     const cattn_size key_cols = (cattn_size)cattn_packed_key_cols(p->bf16_products, p->head_dim);
     const cattn_size value_cols = (cattn_size)cattn_packed_value_cols(p->bf16_products, p->d_v);
     const cattn_size unit = (cattn_size)CATTN_UNIT * CATTN_UNIT;
+    cattn_key_copies_lay_out(p, p->key_list ? (cattn_size)cattn_min(p->seqlen_k, CATTN_BLOCK_KEYS) : 0, &s->listed,
+                             arena);
     s->score = cattn_carve(arena, (tiles && tile ? CATTN_UNIT : rows) * CATTN_BLOCK_KEYS * size);
     s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
     const bool widens = tiles && tile && !kernels->tiles_begin;

@@ -124,6 +124,9 @@ struct cattn_backward *cattn_backward_lay_out(const struct cattn_backward_plan *
                                               const struct cattn_backward_params *params,
                                               const struct cattn_kernels *kernels, void *memory);
 
+/* Lays out the copies of n keys, or counts their bytes if the arena has no memory. */
+void cattn_key_copies_lay_out(const struct cattn_attention_params *params, cattn_size n,
+                              struct cattn_key_copies *copies, struct cattn_arena *arena);
 /* ---- statistics: a unit is one query head of one batch entry ---- */
 
 struct cattn_statistics_plan {

@@ -32,7 +32,7 @@ static bool shares_differ(const struct cattn_attention_params *p) {
 bool cattn_rounds_keys(const struct cattn_attention_params *p) {
     const bool tiles = p->bf16_products == CATTN_BF16_TILES;
     if (!p->bf16_products || (p->storage != CATTN_STORED_PLAIN && !tiles) || !p->key.data || !p->value.data ||
-        p->path == CATTN_PATH_TINY)
+        p->path == CATTN_PATH_TINY || p->key_list)
         return false;
     /* packed copies serve the tile path only */
     if (tiles && cattn_plan(p, cattn_attention_kernels(p).tiles).path != CATTN_PATH_TILE)

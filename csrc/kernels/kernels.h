@@ -122,6 +122,12 @@ struct cattn_per_row {
     void **weights_out;                  /* halves: `finish` narrows the whole row of `weights` to here */
 };
 
+/* Scratch for copies of keys, values and their scales: [key][column]. */
+struct cattn_key_copies {
+    void *key, *value;
+    float *key_scale, *value_scale;
+};
+
 /* Scratch arrays of a task, 64-byte aligned. */
 struct cattn_row_scratch {
     uint8_t *drop_bits;   /* the bits of all rows, from a serial stream; NULL: use Philox */
@@ -129,9 +135,10 @@ struct cattn_row_scratch {
     void *score;          /* tile: [key][CATTN_TILE_ROWS], or CATTN_UNIT in tiles; rows: [row][CATTN_BLOCK_KEYS] */
     void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in second passes */
     void *cap_curvature;  /* the second derivative; NULL except for gradients with tangents */
-    void *value_panel;  /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
-    void *key_copy;     /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
-    void *block_copy;   /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
+    void *value_panel; /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
+    void *key_copy;    /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
+    void *block_copy;  /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
+    struct cattn_key_copies listed; /* the key block at hand of a list of keys, for the driver */
     void *value_panels; /* of pack_block: [panel][key][2 * lanes]; only in tasks of several blocks of rows */
     void *weight_rows;  /* for halves: [row][seqlen_k] */
     void *block_max;
@@ -151,6 +158,7 @@ struct cattn_matrix {
     int64_t row, col;
     const float *scale; /* of the first element, if quantized */
     int64_t scale_row, scale_col;
+    int64_t first_row; /* the number of the row at `first`: rows before it are not there */
 };
 
 /* A block of rows: the argument of the kernels. */

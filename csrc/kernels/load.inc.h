@@ -181,6 +181,8 @@ INLINE vf load_mask(const uint8_t *mask, int64_t stride, int n) {
 
 /* The matrix without its first rows. */
 INLINE struct cattn_matrix rows_from(struct cattn_matrix matrix, int64_t first_row) {
+    first_row -= matrix.first_row;
+    matrix.first_row = 0;
     matrix.first = stored_at(matrix.storage, matrix.first, first_row * matrix.row);
     if (cattn_is_quantized(matrix.storage))
         matrix.scale += first_row * matrix.scale_row;

@@ -31,7 +31,13 @@ INLINE int panel_vectors(int widest, int64_t left) { return widest > 2 && left =
              r < min64((n), first + (row)); r += LANES)
 
 INLINE struct cattn_matrix transposed(const struct cattn_matrix *m) {
-    return (struct cattn_matrix){m->storage, m->first, m->col, m->row, m->scale, m->scale_col, m->scale_row};
+    return (struct cattn_matrix){.storage = m->storage,
+                                 .first = m->first,
+                                 .row = m->col,
+                                 .col = m->row,
+                                 .scale = m->scale,
+                                 .scale_row = m->scale_col,
+                                 .scale_col = m->scale_row};
 }
 
 /* The matrix from this row and column on. */
