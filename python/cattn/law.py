@@ -13,7 +13,7 @@ import numpy as np
 __all__ = ["attention", "linear_attention_step", "softmax"]
 
 Array = Any  # of NumPy, or a number
-State = tuple[Array, Array, Array]  # of each row: the largest score, the sum of exponentials, the sum of values
+Three = tuple[Array, Array, Array]  # a state: the largest score, the sum of exponentials, the sum of values
 CHAIN, RUN, HALF, BLOCK, CHUNK = 16, 512, 96, 192, 1536  # terms, columns of a softmax, keys
 
 
@@ -162,7 +162,7 @@ def keeps(probability: float, seed: int, entry: int, head: int, position: Array,
 
 
 # ---- Blocks: softmax block by block of 192 keys, in chunks of 1536. --------------------------------------------------
-def add_block(state: State, scores: Array, visible: Array, kept: Array, value: Array, is_small: bool) -> State:
+def add_block(state: Three, scores: Array, visible: Array, kept: Array, value: Array, is_small: bool) -> Three:
     """Return the state after a block of keys. A maximum ignores NaN."""
     maximum, total, acc = state
     now = np.fmax(maximum, np.fmax.reduce(scores, axis=-1, keepdims=True))
@@ -175,7 +175,7 @@ def add_block(state: State, scores: Array, visible: Array, kept: Array, value: A
     return now, total, fma(acc, alpha, first) + second
 
 
-def walk(scores: Array, visible: Array, kept: Array, value: Array, is_small: bool = False) -> State:
+def walk(scores: Array, visible: Array, kept: Array, value: Array, is_small: bool = False) -> Three:
     """Return the state after all keys. A chunk starts with nothing; chunks are merged in order."""
     column, (n, width) = np.zeros_like(scores, shape=(len(scores), 1)), value.shape
     state = nothing = column - np.inf, column, column.repeat(width, axis=1)
@@ -192,7 +192,7 @@ def walk(scores: Array, visible: Array, kept: Array, value: Array, is_small: boo
 
 
 # ---- Rows: from the state to output, weights and log-sum-exp. --------------------------------------------------------
-def finish(scores: Array, visible: Array, kept: Array, value: Array, dropout_p: float, sink: Any, gate: Any) -> State:
+def finish(scores: Array, visible: Array, kept: Array, value: Array, dropout_p: float, sink: Any, gate: Any) -> Three:
     """Return output (T, D), weights (T, n) and, in float64, log-sum-exp (T, 1)."""
     real, most, keep_scale = scores.dtype.type, np.finfo(scores.dtype).max, 1 / (1 - dropout_p) if dropout_p < 1 else 0
     scores = np.where(visible, scores, real(-np.inf))  # by selection: a hidden score may be NaN
@@ -213,7 +213,7 @@ def finish(scores: Array, visible: Array, kept: Array, value: Array, dropout_p: 
     return out, weights, lse
 
 
-# ---- Arrays: what each query sees, and the dtypes of the results. ----------------------------------------------------
+# ---- Arrays: heads on the third last axis, what each query sees, and the dtypes of the results. ----------------------
 def stored(x: Array, dtype: Any) -> Array:
     """Return x in a dtype, with one NaN in the place of all."""
     return np.where(np.isnan(x), x.dtype.type(np.nan), x).astype(dtype)
@@ -226,9 +226,9 @@ def attention(
     key_value_seq_lengths: Any = None, key_value_seq_starts: Any = None, window_size: Any = (-1, -1),
     softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None, block_mask: Any = None,
     block_size: int = 2**62, key_indices: Any = None, gate: Any = None, rng: int = 0,
-) -> State:  # fmt: skip
+) -> Three:  # fmt: skip
     """Return output, weights and log-sum-exp (float64), for options of `cattn.scaled_dot_product_attention`."""
-    inputs = [np.asarray(a) for a in (query, key, value)]
+    inputs = [a.astype(np.float64) if a.dtype.kind in "biu" else a for a in map(np.asarray, (query, key, value))]
     real, dtype = np.result_type(np.float32, *inputs).type, np.result_type(*inputs)
     heads, T, n = max((1, *a.shape)[-3] for a in inputs), inputs[0].shape[-2], inputs[1].shape[-2]
     inputs = [a.repeat(heads // max(1, a.shape[-3]), axis=-3) if a.ndim > 2 else a for a in inputs]
@@ -273,9 +273,10 @@ def attention(
 
 # ---- Softmax, of whole rows: runs of 512 columns, added in order. ----------------------------------------------------
 @np.errstate(all="ignore")
-def softmax(x: Any, mask: Any = True) -> Array:
+def softmax(x: Any, mask: Any = None) -> Array:
     """Return the softmax over the last axis of the columns that the mask shows."""
     x, visible = np.asarray(x), np.broadcast_to(True if mask is None else mask, np.shape(x))
+    x = x.astype(np.float64) if x.dtype.kind in "biu" else x
     real = np.result_type(np.float32, x).type
     scores = np.where(visible, x.astype(real), real(-np.inf))
     w, total = exp(scores - np.fmax.reduce(scores, axis=-1, keepdims=True, initial=-np.inf)), real(0)

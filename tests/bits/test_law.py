@@ -1,0 +1,187 @@
+"""cattn.law, the order of operations in one file, has the bits of the C core for every option, and explains itself."""
+
+import ast
+import functools
+import inspect
+import re
+import sys
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cattn
+from cattn import law
+from support import INF, NAN, ROOT, assert_same_bits, examples, in_contract, looped, quiet
+from support.bit_cases import build
+from support.calls import NUMBERS, OPERANDS, STORED, Call, Choose, Limits, attention, chooser, from_rng, one_in, seed
+
+FILE = ROOT / "python" / "cattn" / "law.py"
+# Options of attention without a parameter in the law.
+LEFT_OUT = {
+    "layout": "an order of axes",
+    "enable_gqa": "what arrays of three axes mean: to the law the first is the heads",
+    "compute_dtype": "other products, whose rounding is in the prose of docs/bit_contract.md",
+    "key_scale": "the law takes the products with the numbers of the key",
+    "value_scale": "the law takes the products with the numbers of the value",
+}
+LIMITS = Limits(
+    rows=(0, 1, 2, 3, 5, 8, 17, 33),
+    keys=(0, 1, 2, 7, 8, 9, 16, 17, 33, 95, 96, 97, 191, 192, 193, 385),
+    widths=(0, 1, 2, 3, 8, 15, 16, 17, 33),
+)
+ODD = [0.0, -0.0, 1e-310, -1e-40, -1e-45, 1e-30, 1e30, -3e38, 1e300, 90.0, NAN, INF, -INF]
+
+
+@pytest.fixture
+def lawful(isa: str) -> str:
+    """A kernel table of the bit contract."""
+    if not in_contract(isa):
+        pytest.skip(f"{isa} is outside the bit contract")
+    return isa
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def test_the_law_has_every_option() -> None:
+    assert inspect.signature(law.attention).parameters.keys() == {*OPERANDS, *NUMBERS} - LEFT_OUT.keys()
+
+
+def problem(choose: Choose, long: bool = False) -> Call:
+    """Choose a call; some arrays have odd numbers in a few places."""
+    call, _ = attention(choose, without=LEFT_OUT, limits=LIMITS, long=long)
+    for name in call.keys() & {"query", "key", "value", "bias", "gate"}:
+        if one_in(choose, 5):
+            rng, dtype = seed(choose), call[name].dtype
+            odd = quiet(rng.choice(ODD, call[name].shape), dtype)
+            call[name] = np.where(rng.random(call[name].shape) < choose((0.002, 0.1)), odd, call[name])
+    return call
+
+
+def by_law(call: Call) -> cattn.AttentionOutput:
+    """Return the result of the law, for which a batch without heads has heads of one."""
+    given = dict(call)
+    if "block_mask" in call:
+        given |= {"block_mask": call["block_mask"].blocks, "block_size": call["block_mask"].size}
+    has_no_heads = call["query"].ndim == 3
+    for name in given.keys() & {"query", "key", "value", "attn_mask", "bias", "block_mask", "key_indices", "gate"}:
+        if has_no_heads and np.ndim(given[name]) > 2:
+            given[name] = given[name][:, None]
+    results = law.attention(**given)
+    return cattn.AttentionOutput(*(a[:, 0] if has_no_heads else a for a in results))
+
+
+def check(call: Call, expected: cattn.AttentionOutput, what: str = "") -> None:
+    result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=np.float64)
+    assert_same_bits(result, expected, what)
+
+
+@functools.cache  # for all tables
+def numbered(number: int) -> tuple[Call, cattn.AttentionOutput]:
+    call = problem(from_rng(np.random.default_rng(number)), long=number >= 50)
+    return call, by_law(call)
+
+
+@pytest.mark.promise("law")
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(50, 500, 50))])
+def test_random_problems_have_the_bits_of_the_law(first: int, lawful: str) -> None:
+    drawn = {"block_size"}  # a part of the block mask
+    for number in range(first, first + 50):
+        call, expected = numbered(number)
+        check(call, expected, f"problem {number}")
+        drawn |= call.keys()
+    assert drawn == inspect.signature(law.attention).parameters.keys(), "some problem has each option"
+
+
+@given(st.data())
+@examples(20, 500)
+def test_drawn_problems_have_the_bits_of_the_law(lawful: str, data: st.DataObject) -> None:
+    call = problem(chooser(data.draw))
+    check(call, by_law(call))
+
+
+CASES = ["values that overflow", "scores that overflow, masked", "scores -inf", "subnormal values", "keys -0"]
+CASES += ["results that underflow", "NaN in a masked bias", "NaN in a visible bias", "inf in a value", "1537 keys"]
+CASES += ["some rows finfo.min", "all hidden by -inf", "slopes far away", "dropout of all"]
+CASES += ["softcap of scores that overflow", "sparse block mask"]
+
+
+@looped("name", CASES)
+def test_special_numbers_have_the_bits_of_the_law(name: str, lawful: str, dtype: type) -> None:
+    call = build(name, dtype)
+    rows = call["query"].shape[-2]
+    for array in call.keys() & {"query", "attn_mask", "bias"}:  # ten queries: NumPy is slow
+        call[array] = call[array][..., :10, :] if call[array].shape[-2:-1] == (rows,) else call[array]
+    if "block_mask" in call:
+        blocks, size = call["block_mask"]
+        call["block_mask"] = cattn.BlockMask(blocks[..., : -(-10 // size), :], size)
+    check(call, by_law(call), name)
+
+
+# ---- the other functions ---------------------------------------------------------------------------------------------
+@looped("n", [0, 1, 7, 8, 9, 100, 511, 512, 513, 1100])
+def test_softmax_has_the_bits_of_the_law(n: int, lawful: str, rng: np.random.Generator) -> None:
+    for stored in STORED:
+        x = rng.standard_normal((6, n)) * np.array([1, 20, 300, 1, 1, 1])[:, None]
+        x[4:] = np.where(rng.random((2, n)) < 0.01, rng.choice(ODD, (2, n)), x[4:])
+        x, mask = quiet(x, stored), rng.random((6, n)) < [[0.5], [1], [0.9], [0], [0.1], [0.9]]
+        assert_same_bits(cattn.masked_softmax(x, mask), law.softmax(x, mask), str(stored))
+        assert_same_bits(cattn.softmax(x), law.softmax(x), str(stored))
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_linear_attention_has_the_bits_of_the_law(stored: Any, lawful: str, rng: np.random.Generator) -> None:
+    wide = np.float64 if stored is np.float64 else np.float32
+    for kind in range(8):
+        H, D = rng.choice([0, 1, 3, 16, 17, 40]), rng.choice([1, 3, 20])
+        query, key, value = (rng.standard_normal((1, 5, n)).astype(stored) for n in (H, H, D))
+        options = {"decay": [-3.0, 90.0][kind // 4] * rng.standard_normal([(1, 5, H), (1, 5)][kind % 2]).astype(wide)}
+        options |= {"beta": rng.random((1, 5)).astype(wide)} if kind // 2 % 2 else {}
+        first = rng.standard_normal((1, H, D)).astype(wide)
+        result = cattn.linear_attention(query, key, value, state=first, return_state=True, scale=0.3, **options)
+        state = first[0]
+        for t in range(5):
+            of_token = {name: a[0, t] for name, a in options.items()}
+            out, state = law.linear_attention_step(query[0, t], key[0, t], value[0, t], state, scale=0.3, **of_token)
+            assert_same_bits(result.out[0, t], out, f"kind {kind}, token {t}")
+        assert_same_bits(result.state[0], state, f"kind {kind}")
+
+
+def test_an_fma_is_rounded_once_to_nearest_even(dtype: type, rng: np.random.Generator) -> None:
+    """Of numbers of any exponent, and of sums near a tie, near the subnormal numbers and near the largest."""
+    width, info = np.dtype(dtype).itemsize, np.finfo(dtype)
+    a, b, c = rng.integers(0, 256, (3, 400 * width)).astype(np.uint8).view(dtype).reshape(3, -1)
+    with np.errstate(all="ignore"):
+        c[:200] = -a[:200] * b[:200] * rng.choice([1, 1 + info.eps, 0.5, info.eps], 200).astype(dtype)
+        a[200:250], b[200:250], c[200:250] = 1 + info.eps, info.tiny * (1 + info.eps), -info.tiny
+        got = law.fma(a, b, c)
+        up, down = np.nextafter(got, dtype(INF)), np.nextafter(got, dtype(-INF))
+    for x, y, z, found, *sides in zip(*map(np.ndarray.tolist, (a, b, c, got, up, down)), strict=True):
+        if not np.isfinite([x, y, z, found, *sides]).all():
+            continue
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        error, others = abs(exact - Fraction(found)), [abs(exact - Fraction(side)) for side in sides]
+        is_even = int(dtype(found).view(f"u{width}")) % 2 == 0
+        assert error < min(others) or (error == min(others) and is_even), (x, y, z)
+
+
+# ---- the file and its page -------------------------------------------------------------------------------------------
+def test_the_law_needs_numpy_alone_and_is_short() -> None:
+    text = FILE.read_text("utf-8")
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in nodes for alias in node.names if isinstance(node, ast.Import)}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "numpy" in names
+    assert names - {"numpy"} <= sys.stdlib_module_names
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+    assert len(text.splitlines()) <= 300
+
+
+def test_the_page_shows_every_section_of_the_law() -> None:
+    page = (ROOT / "docs" / "bit_contract.md").read_text("utf-8")
+    sections = re.findall(r"^# ---- (\w[\w ]*)", FILE.read_text("utf-8"), re.MULTILINE)
+    shown = re.findall(r'law\.py\n:start-after: "# ---- ([\w ]+)"\n:end-before: "# ----"\n', page)
+    assert len(sections) > 5
+    assert shown == sections
