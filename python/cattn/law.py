@@ -73,11 +73,11 @@ def reduced(x: Array) -> tuple[Array, Array, Array]:
     r = fma(n, -ln2_low, fma(n, -ln2_high, x))
     for coefficient in reversed(coefficients):
         p = fma(p, r, coefficient)
-    return np.where(np.isfinite(n), n, 0).astype(np.int64), r, p
+    return np.where(np.isfinite(n), n, 0).astype(np.int32), r, p
 
 
 def exp(x: Array, maximum: Any = 0) -> Array:
-    """Return exp(x - maximum), where -inf, of a row without a maximum, counts as 0. What is below all normals is +0."""
+    """Return exp(x - maximum), +0 if it is subnormal. A maximum of -inf, of a row that has seen none, counts as 0."""
     x = x - np.where(maximum == -np.inf, 0, maximum).astype(x.dtype)
     real, (_, least, greatest, *_) = x.dtype.type, NUMBERS[x.dtype.type]
     n, r, p = reduced(x)
@@ -227,7 +227,7 @@ def attention(
     softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None, block_mask: Any = None,
     block_size: int = 2**62, key_indices: Any = None, gate: Any = None, rng: int = 0,
 ) -> Three:  # fmt: skip
-    """Return output, weights and log-sum-exp (float64), for options of `cattn.scaled_dot_product_attention`."""
+    """Return output, weights and log-sum-exp (float64). `cattn.scaled_dot_product_attention` explains the options."""
     inputs = [a.astype(np.float64) if a.dtype.kind in "biu" else a for a in map(np.asarray, (query, key, value))]
     real, dtype = np.result_type(np.float32, *inputs).type, np.result_type(*inputs)
     heads, T, n = max((1, *a.shape)[-3] for a in inputs), inputs[0].shape[-2], inputs[1].shape[-2]
@@ -260,10 +260,10 @@ def attention(
         in_range = near & (i < length) & (j >= start) & (j < end)
         groups: Any = [(i[:, 0], j[start:end], j[start:end])]  # of rows: the places of keys in their list, and the keys
         if has_lists:
-            places = [[p for p, x in enumerate(keys) if x >= 0 and in_range[r, x]] for r, keys in enumerate(lists[at])]
-            groups = [(i[r], p, lists[at][r, p]) for r, p in enumerate(places)]
+            places = [[c for c, x in enumerate(keys) if x >= 0 and in_range[r, x]] for r, keys in enumerate(lists[at])]
+            groups = [(i[r], c, lists[at][r, c]) for r, c in enumerate(places)]
         for rows, columns, keys in groups:
-            pairs, p = np.ix_(rows, keys), position[rows] - start
+            pairs, p = np.ix_(rows, keys), position[rows] - start  # the position among the keys
             scores = score(q[at][rows], k[at][keys], real(scale), real(softcap or 0), slope, p) + added[at][pairs]
             visible, kept = (shown[at] & in_range)[pairs], keeps(1 - dropout_p, int(rng), entry, head, p, len(keys))
             results = finish(scores, visible, kept, v[at][keys], dropout_p, sink, gate[at][rows])

@@ -120,6 +120,15 @@ def test_special_numbers_have_the_bits_of_the_law(name: str, lawful: str, dtype:
     check(call, by_law(call), name)
 
 
+def test_dropout_has_the_bits_of_the_law_where_its_first_draw_is_a_tie(lawful: str) -> None:
+    query, key = np.zeros((2, 300, 1), np.float32), np.zeros((2, 1000, 1), np.float32)
+    options: Call = {"dropout_p": 0.4, "rng": 2**63 + 5, "query_offset": 2**32 - 7, "return_dropout_mask": True}
+    mask = cattn.scaled_dot_product_attention(query, key, key, **options).dropout_mask
+    position = np.arange(300)[:, None] + options["query_offset"]
+    for entry in (0, 1):
+        assert_same_bits(mask[entry], law.keeps(1 - 0.4, options["rng"], entry, 0, position, 1000))
+
+
 # ---- the other functions ---------------------------------------------------------------------------------------------
 @looped("n", [0, 1, 7, 8, 9, 100, 511, 512, 513, 1100])
 def test_softmax_has_the_bits_of_the_law(n: int, lawful: str, rng: np.random.Generator) -> None:
