@@ -143,7 +143,7 @@ def score(query: Array, key: Array, scale: Any, softcap: Any, slope: Any, positi
         scores = softcap * tanh(scores / softcap)
     k = np.arange(len(key))
     distance = (position - k // BLOCK * BLOCK).astype(query.dtype) - (k % BLOCK).astype(query.dtype)
-    return fma(-slope, abs(distance), scores)  # a slope of 0 changes no score
+    return fma(-slope, np.where(distance > 0, distance, -distance), scores) if slope >= 0 else scores  # |0| is -0
 
 
 # ---- Dropout: the bits of Philox4x32-10 decide which weights are kept. -----------------------------------------------
@@ -237,7 +237,7 @@ def attention(
     scale = 1 / np.sqrt(q.shape[-1] or 1) if scale is None else scale
     left, right = (np.inf if side in (None, -1) else side for side in window_size or (-1, -1))
     i, j, has_lists = np.arange(T)[:, None], np.arange(n), key_indices is not None
-    given = (attn_mask, True), (bias, True), (block_mask, True), (key_indices, j), (gate, np.inf), (alibi_slopes, 0)
+    given = (attn_mask, True), (bias, True), (block_mask, True), (key_indices, j), (gate, np.inf), (alibi_slopes, -1)
     counts = (query_offset, 0), (query_seq_lengths, T), (key_value_seq_lengths, n), (key_value_seq_starts, 0)
     mask, bias, blocks, lists, gate, slopes = (np.asarray(b if a is None else a) for a, b in given)
     lists = np.broadcast_to(lists, (*lead, T, lists.shape[-1]))
