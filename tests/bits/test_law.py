@@ -1,6 +1,7 @@
 """cattn.law, the order of operations in one file, has the bits of the C core for every option, and explains itself."""
 
 import ast
+import bisect
 import functools
 import inspect
 import re
@@ -137,6 +138,30 @@ def test_outputs_that_dropout_takes_beyond_the_largest_number_have_the_bits_of_t
     check(call, by_law(call))
 
 
+def test_rare_mixes_of_options_have_the_bits_of_the_law(lawful: str, dtype: type, normal: Normal) -> None:
+    """Finite biases whose sum is -inf, and dropout beside a sink above all scores."""
+    call: Call = {
+        "query": normal(30, 4, dtype=dtype),
+        "key": normal(40, 4, dtype=dtype),
+        "value": normal(40, 3, dtype=dtype),
+    }
+    least = np.where(normal(30, 1) < 0, np.finfo(dtype).min, dtype(0))
+    for options in ({"attn_mask": least, "bias": least}, {"sinks": [7.3], "dropout_p": 0.1, "rng": 3}):
+        check(call | options, by_law(call | options), ", ".join(options))
+
+
+def test_weights_around_the_smallest_normal_number_have_the_bits_of_the_law(lawful: str, dtype: type) -> None:
+    one, least = np.ones((1, 1), dtype), law.NUMBERS[dtype][1]
+    for score in (np.nextafter(least, dtype(-INF)), least, np.nextafter(least, dtype(0))):
+        call: Call = {
+            "query": one,
+            "key": np.array([[0], [score]], dtype),
+            "value": np.eye(2, dtype=dtype),
+            "scale": 1.0,
+        }
+        check(call, by_law(call), str(score))
+
+
 def test_an_infinite_value_of_the_least_weight_has_the_bits_of_the_law(lawful: str, dtype: type) -> None:
     key, value = np.array([[80 if dtype is np.float32 else 705], [0]], dtype), np.array([[1], [INF]], dtype)
     call: Call = {"query": np.ones((1, 1), dtype), "key": key, "value": value, "scale": 1.0}
@@ -153,10 +178,10 @@ def test_chunks_of_keys_have_the_bits_of_the_law(lawful: str, dtype: type, norma
         check(call, by_law(call), f"{n} keys")
 
 
-@pytest.mark.parametrize("width", [0, 5, 40])
+@pytest.mark.parametrize("width", [0, 5, 17])
 def test_scores_have_the_bits_of_the_law(width: int, lawful: str, dtype: type, normal: Normal) -> None:
     """Also the sign of a zero, of products that underflow; no weight shows it."""
-    query, key = normal(3, width, dtype=dtype), normal(400, width, dtype=dtype)
+    query, key = normal(3, width, dtype=dtype), normal(200, width, dtype=dtype)
     small = dtype(np.finfo(dtype).tiny ** 0.9)
     for cap, slope, size in ((3.0, 0.3, 1), (0.0, 0.0, small), (3.0, -1, small), (0.0, -1, small)):
         options: Call = {"scale": -0.7, "softcap": cap, "query_offset": 90, "stage": "bias"}
@@ -173,6 +198,17 @@ def test_dropout_has_the_bits_of_the_law_where_its_first_draw_is_a_tie(lawful: s
     position = np.arange(300)[:, None] + options["query_offset"]
     for entry in (0, 1):
         assert_same_bits(mask[entry], law.keeps(1 - 0.4, options["rng"], entry, 0, position, 1000))
+
+
+def test_the_least_probability_that_keeps_a_weight_is_the_one_of_the_law(lawful: str) -> None:
+    one = np.ones((1, 1), np.float32)
+
+    def is_kept(threshold: int) -> bool:
+        options: Call = {"dropout_p": 1 - threshold / 2**32, "rng": 5, "return_dropout_mask": True}
+        return bool(cattn.scaled_dot_product_attention(one, one, one, **options).dropout_mask)
+
+    least = bisect.bisect_left(range(1, 2**32), True, key=is_kept) + 1
+    assert [bool(law.keeps(n / 2**32, 5, 0, 0, np.zeros((1, 1), int), 1)) for n in (least - 1, least)] == [False, True]
 
 
 # ---- the other functions ---------------------------------------------------------------------------------------------
