@@ -85,7 +85,7 @@ def check(app: Any, error: Exception | None) -> None:
 
 # ---- links from the API reference to the source ----------------------------------------------------------------------
 # Functions and classes name the package as their module, so `sphinx.ext.viewcode` cannot find their files by itself.
-WITHOUT = ("cattn.reference", "cattn.integrations")  # their functions name their own modules
+WITHOUT = ("cattn.law", "cattn.reference", "cattn.integrations")  # their functions name their own modules
 
 
 @cache

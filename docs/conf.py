@@ -73,11 +73,11 @@ numpydoc_validation_checks = {
     "RT03",  # the type "ndarray" may be description enough
     "SA01",  # a See Also section is not required
 }
-# These docstrings are prose without sections: the reference, results and a warning that users do not construct, the
-# classes that only ONNX constructs, a mask that only transformers constructs, and the reports
-# of cattn.testing.
+# These docstrings are prose without sections: the reference and the law, results and a warning that users do not
+# construct, the classes that only ONNX constructs, a mask that only transformers constructs, and the reports of
+# cattn.testing.
 numpydoc_validation_exclude = {
-    r"^cattn\.reference",
+    r"^cattn\.(law|reference)",
     r"^cattn\.(Attention(Gradients|Output|Statistics|Tangents)|CausalAlignmentWarning|Explanation|HeadScores)$",
     r"^cattn\.LinearAttention(Gradients|Output)$",
     r"^cattn\.integrations\.onnx\.(Attention(Outputs)?|LinearAttention|CausalConvWithState)$",

@@ -6,7 +6,7 @@
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
  *
- * Every element is a sum of chains of FMAs (docs/bit_contract.md, "The order of operations", 1). Chains are cut at
+ * Every element is a sum of chains of FMAs (docs/bit_contract.md, "Sums"). Chains are cut at
  * multiples of CATTN_CHAIN_TERMS, wherever the sum itself begins or ends.
  */
 

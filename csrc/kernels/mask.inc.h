@@ -9,7 +9,7 @@
 /* A row's visible keys are nearly always one interval of the key block, and then the block mask is nothing but a
  * narrower range. Blocks are cut from key 0 of the array, so they may begin before the first valid key. Where it is
  * not, whole chains of keys that no row sees are left out: a chain of weights that are +0 adds nothing
- * (docs/bit_contract.md, "The order of operations"). A bit set has one bit for each chain of the block.
+ * (docs/bit_contract.md, "Functions"). A bit set has one bit for each chain of the block.
  */
 
 #define ALL_CHAINS (~0u)

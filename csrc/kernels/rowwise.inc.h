@@ -1,5 +1,5 @@
 /* rowwise.inc.h -- softmax, dropout and the scores of a choice of keys over one row, lanes across the row, any strides.
- * docs/bit_contract.md ("The order of operations", 8) has the order of the sums. Columns out of range add nothing, so a
+ * docs/bit_contract.md ("Softmax") has the order of the sums. Columns out of range add nothing, so a
  * row's bits do not depend on their number.
  */
 

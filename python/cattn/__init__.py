@@ -62,7 +62,7 @@ from .nn import *
 from .random import TorchGenerator, manual_seed
 
 if TYPE_CHECKING:
-    from . import reference, testing
+    from . import law, reference, testing
     from ._view import AttentionView, view_attention
     from .functional._quantize import dequantize, quantize
 
@@ -91,6 +91,7 @@ __all__ = [
     "get_alibi_slopes",
     "get_num_threads",
     "head_scores",
+    "law",
     "linear_attention",
     "manual_seed",
     "masked_softmax",
@@ -137,7 +138,7 @@ def __getattr__(name: str) -> Any:
     """Import the modules, views and quantize, which take time, at their first use."""
     import importlib
 
-    if name in ("integrations", "reference", "testing"):
+    if name in ("integrations", "law", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     if name in _LATER:
         found = globals()[name] = getattr(importlib.import_module(_LATER[name], __name__), name)
