@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _formulas, _properties
-from ._formulas import CAUSAL, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
+from ._formulas import CAUSAL, Choices, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
 from ._function import (
     Masks,
     Probe,
@@ -218,9 +218,7 @@ SHAPES = {2: "(T, D)", 3: "(B, T, D)", 4: "(B, H, T, D)"}
 _MOST = 3  # mistakes at a time
 _COLUMNS = 16  # of the result that are compared first
 _ROUNDED = 2.0**-7  # the largest error of a few roundings to halves, relative to the largest result
-_GROUPS = _formulas.GROUPS["tiled"]._replace(
-    text="With 2 heads of keys and values, query heads 0 and 1 do not share the first one, and 2 and 3 the other one."
-)
+_GROUPS = "With 2 heads of keys and values, query heads 0 and 1 do not share the first one, and 2 and 3 the other one."
 _UNKNOWN = "The result differs from attention in a way that no known mistake explains."
 
 
@@ -418,19 +416,20 @@ class Diagnosis(Probe):
         columns, first = slice(None), problem
         if self.projections is not None and self.projections.out is not None:  # a wide output projection takes long
             columns, first = slice(_COLUMNS), problem._replace(finish=self.projections.narrowed(_COLUMNS).finish)
-        others = self.draw_like(inputs, 77)
-        got_others: Floats | None = None
         for chosen in formulas(problem, most):
             part, rows = compute(first, chosen)
-            if not matches(got[..., columns], part[..., columns], rows, 10 * self.subject.tolerance):
-                continue
-            if not matches(got, *compute(problem, chosen), self.subject.tolerance):
-                continue
-            got_others = self.call(others, **masks) if got_others is None else got_others
-            problem_others = self.problem(others, **masks)._replace(seen=seen)
-            if matches(got_others, *compute(problem_others, chosen), self.subject.tolerance):
+            fits_part = matches(got[..., columns], part[..., columns], rows, 10 * self.subject.tolerance)
+            if fits_part and self.agrees(inputs, masks, chosen, seen):
                 return chosen
         return None
+
+    def agrees(self, inputs: tuple[Floats, ...], masks: dict[str, Any], chosen: Choices, seen: Bools | None) -> bool:
+        """Return whether a formula gives the function's result for these inputs and for others."""
+        for each in (inputs, self.draw_like(inputs, 77)):
+            problem = self.problem(each, **masks)._replace(seen=seen)
+            if not matches(self.call(each, **masks), *compute(problem, chosen), self.subject.tolerance):
+                return False
+        return True
 
     def compare(self, ndim: int, **masks: Any) -> None:
         """Compare with the formulas, and add the mistakes."""
@@ -476,14 +475,9 @@ class Diagnosis(Probe):
 
     def fitted(self, inputs: tuple[Floats, ...], masks: dict[str, Any], seen: Bools | None = None) -> list[Wrong]:
         """Return the mistake of a formula with a fitted number, if it gives the result for other inputs, too."""
-        problem, got = self.problem(inputs, **masks)._replace(seen=seen), self.call(inputs, **masks)
-        others = self.draw_like(inputs, 77)
-        for chosen, wrong in fits(problem, got):
-            if matches(got, *compute(problem, chosen), self.subject.tolerance):
-                other = self.problem(others, **masks)._replace(seen=seen)
-                if matches(self.call(others, **masks), *compute(other, chosen), self.subject.tolerance):
-                    return [wrong]
-        return []
+        problem = self.problem(inputs, **masks)._replace(seen=seen)
+        found = fits(problem, self.call(inputs, **masks))
+        return [wrong for chosen, wrong in found if self.agrees(inputs, masks, chosen, seen)][:1]
 
     def batch_mixed(self) -> Wrong:
         """Return the mistake of mixed entries of a batch; PyTorch's module inside may be the cause."""
@@ -588,7 +582,7 @@ class Diagnosis(Probe):
             found = self.explain_other(inputs)
             if found is None or (not found and T < self.T):
                 continue
-            found = found or [_GROUPS]
+            found = found or [_formulas.GROUPS["tiled"]._replace(text=_GROUPS)]
             got, (right, _) = self.call(inputs), compute(self.problem(inputs), {})
             self.mistakes += [Mistake(w.name, w.text, w.cure, self.named(inputs), got, right) for w in found]
             return

@@ -26,9 +26,7 @@ BATCH = Wrong(
     "The entries of a batch are mixed: what stands in one entry changes the result of another.",
     "Keep the batch axis apart: reshape and softmax must not join it with the tokens.",
 )
-ROW_SUMS = Wrong(
-    "rows_not_one", "Rows of weights do not sum to 1: equal tokens, or values of 1, do not give the result of one."
-)
+ROW_SUMS = Wrong("rows_not_one", "Rows of weights do not sum to 1: equal tokens, or values of 1, do not come back.")
 _FUTURE = CAUSAL["none"]._replace(
     text="A token sees the tokens after it: there is no causal mask, it has no effect, or a second softmax undoes it."
 )
@@ -58,10 +56,7 @@ def mixes_batch(call: Callable[..., Floats], inputs: tuple[Floats, ...], toleran
 
 
 def influence(call: Callable[..., Floats], tolerance: float, *inputs: Floats) -> Bools:
-    """Return which token (column) changes the result of which token (row) of the last sequence, heads together.
-
-    Of query, key and value, key and value are changed. Of one array, a token changes its own query, too.
-    """
+    """Return which key and value, or token of one array (column), changes which result (row) of the last sequence."""
     T = inputs[0].shape[-2]
     found = np.zeros((T, T), np.bool_)
     rng = np.random.default_rng(6)
@@ -318,7 +313,7 @@ class Dropout:
         """Return the mistake if a small probability changes nearly everything."""
         rows = np.ones(right.shape[:-1], np.bool_)
         with self.probability(_SMALL):
-            results = [self.call(self.inputs) for _ in range(12)]
+            results = [self.call(self.inputs) for _ in range(40)]
         if any(matches(got, right, rows, max(0.02, self.probe.subject.tolerance)) for got in results):
             return None
         text = f"Weights are kept with probability p and not dropped with it: p = {_SMALL} leaves nearly nothing."

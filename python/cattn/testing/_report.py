@@ -34,8 +34,8 @@ class Mistake:
     right : ndarray or None
         The right result, or None where the mistake shows without one.
     seen : ndarray of bool or None
-        Who sees whom: which key, a column, changes the result of which query, a row. Of a function of one array a token
-        changes its own result in any case. None where it is right, or was not looked at.
+        Who sees whom: which key, a column, changes the result of which query, a row. In a function of one array a token
+        changes its own. None where it is right, or was not looked at.
     visible : ndarray of bool or None
         Who should see whom.
     """
@@ -67,8 +67,7 @@ class Mistake:
         T = len(self.seen)
         left, right = (show_mask(T, attn_mask=mask).splitlines() for mask in (self.seen, self.visible))
         width = max(len(left[0]), len("who sees whom")) + 4
-        titled = zip(["who sees whom", *left], ["who should", *right], strict=True)
-        return [f"{one:<{width}}{other}" for one, other in titled]
+        return [f"{a:<{width}}{b}" for a, b in zip(["who sees whom", *left], ["who should", *right], strict=True)]
 
     def _same_input(self, other: Mistake | None) -> bool:
         return other is not None and self.inputs is other.inputs and self.got is other.got

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ._formulas import CAUSAL, FULL, Choices, Problem, Wrong, compute
+from ._formulas import CAUSAL, FULL, METHODS, Choices, Problem, Wrong, compute
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -15,7 +15,6 @@ Bools = NDArray[np.bool_]
 _GRID = np.geomspace(1e-3, 1e5, 81)
 _FINER = 7  # times that the grid becomes ten times as fine
 _LARGE = 100.0  # a number whose exponential is far beyond all others
-_LOW_ENOUGH = "Set hidden scores to -inf before the softmax."
 
 
 def mask_mistake(seen: Bools, wanted: Bools) -> Wrong:
@@ -26,14 +25,11 @@ def mask_mistake(seen: Bools, wanted: Bools) -> Wrong:
     if np.array_equal(seen, (distance <= before) & (distance >= -after)):
         if before == T - 1:
             known = {T - 1: CAUSAL["none"], 1: CAUSAL["next"], 0: FULL["causal"], -1: CAUSAL["strict"]}
-            text = f"The mask is off: a token sees {after} tokens after it."
-            if after < 0:
-                text = f"The mask is off: the last token that a token sees is {-after} before it."
+            text = f"The mask is off: a token sees up to {abs(after)} tokens {'after' if after > 0 else 'before'} it."
             return known.get(after, CAUSAL["next"]._replace(text=text))
         parts = [f"{n} token{'s' * (n > 1)} {side} it" for n, side in ((before, "before"), (after, "after")) if n > 0]
         text = f"The mask is a window: a token sees {' and '.join(['itself', *parts])}, and no other."
-        cure = "Compare a window that is meant with cattn.causal_attention(..., window_size=...)."
-        return Wrong("window", text, f"Hide the keys with j > i only. {cure}" if not wanted.all() else cure)
+        return Wrong("window", text, "If it is meant, compare with cattn.causal_attention(..., window_size=...).")
     if np.array_equal(seen, wanted[:, ::-1]) or np.array_equal(seen, wanted[::-1]):
         return Wrong("mirrored_mask", "The mask is mirrored, left to right or upside down.", CAUSAL["none"].cure)
     return Wrong("wrong_mask", "The mask hides other keys than it should.", CAUSAL["none"].cure)
@@ -57,7 +53,7 @@ def fits(problem: Problem, got: Floats) -> list[tuple[Choices, Wrong]]:
         number = _best(lambda number, way=way: _distance(problem, {"method": (way, number)}, got))  # type: ignore[misc]
         what = f"{number:.3g}, which is not small enough" if number < _LARGE else "a large number with the wrong sign"
         text = f"Hidden tokens have weight: their scores are {verb} {what}."
-        found.append(({"method": (way, number)}, Wrong("hidden_has_weight", text, _LOW_ENOUGH)))
+        found.append(({"method": (way, number)}, Wrong("hidden_has_weight", text, METHODS["infinite"].cure)))
     return found
 
 
