@@ -320,28 +320,17 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
     "linear, a softmax": ("softmax", lambda: diagnose(by_einsum, kind="linear")),
     "linear, and none was meant": ("no_softmax", lambda: diagnose(by_state("after"))),
     "forgotten mask": ("sees_future", lambda: diagnose(no_mask)),
-    "inverted mask": (
-        "inverted_mask",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, q @ kT / q.shape[-1] ** 0.5, -1e9)) @ v)),
-    ),
+    "inverted mask": ("inverted_mask", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, s, -1e9))))),
     "inverted mask with the diagonal": (
         "inverted_mask",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m.T, F, q @ kT / q.shape[-1] ** 0.5)) @ v)),
+        lambda: diagnose(causal(lambda s, m: softmax(np.where(m.T, F, s)))),
     ),
     "triu without k=1": (
         "mask_off_by_one",
-        lambda: diagnose(
-            wrong(lambda q, k, v, kT, m: softmax(np.where(np.triu(m | m.T | True), F, scores_of(q, k))) @ v)
-        ),
+        lambda: diagnose(causal(lambda s, m: softmax(np.where(~np.tril(~m, -1), F, s)))),
     ),
-    "tril with k=1": (
-        "mask_off_by_one",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(np.triu(m, 2), F, scores_of(q, k))) @ v)),
-    ),
-    "axis of the queries": (
-        "softmax_axis",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, scores_of(q, k)), axis=-2) @ v)),
-    ),
+    "tril with k=1": ("mask_off_by_one", lambda: diagnose(causal(lambda s, m: softmax(np.where(np.triu(m, 2), F, s))))),
+    "axis of the queries": ("softmax_axis", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, F, s), axis=-2)))),
     "axis 0 is the batch": (
         "softmax_axis",
         lambda: diagnose(lambda q, k, v: softmax(scores_of(q, k), axis=0) @ v, kind="full", ndim=3),
@@ -351,14 +340,8 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
         "scaled_by_d",
         lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, q @ kT / q.shape[-1])) @ v)),
     ),
-    "masked after the softmax": (
-        "masked_after_softmax",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k)) * ~m @ v)),
-    ),
-    "scores times mask": (
-        "masked_with_zero",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) * ~m) @ v)),
-    ),
+    "masked after the softmax": ("masked_after_softmax", lambda: diagnose(causal(lambda s, m: softmax(s) * ~m))),
+    "scores times mask": ("masked_with_zero", lambda: diagnose(causal(lambda s, m: softmax(s * ~m)))),
     "key and value swapped": ("key_value_swapped", lambda: diagnose(lambda q, k, v: by_einsum(q, v, k))),
     "heads by one reshape": ("heads_order", lambda: diagnose(views_heads, kind="multi_head", num_heads=2)),
     "key.view(B, H, T, d)": ("heads_order", lambda: splits_heads("swap", "view", "swap")),
@@ -401,10 +384,7 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
     "dropout without 1 / (1 - p)": ("dropout_not_rescaled", lambda: diagnose(drops_only, dropout="p")),
     "NaN behind the mask": ("nan_leaks", lambda: diagnose(by_einsum, check_nan=True)),
     "batch as one text": ("batch_mixed", lambda: diagnose(joins_batch)),
-    "a small number instead of -inf": (
-        "hidden_has_weight",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) - 12 * m) @ v)),
-    ),
+    "a small number instead of -inf": ("hidden_has_weight", lambda: diagnose(causal(lambda s, m: softmax(s - 12 * m)))),
     "no maximum": ("softmax_overflows", lambda: diagnose(weigh_hidden(lambda s: divided(np.exp(s))))),
     "no maximum, float32": (
         "softmax_overflows",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _formulas, _properties
-from ._formulas import CAUSAL, Choices, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
+from ._formulas import Choices, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
 from ._function import (
     Masks,
     Probe,
@@ -684,8 +684,6 @@ class Diagnosis(Probe):
         if difference <= self.subject.tolerance * size or not np.isfinite(first).all():
             return None
         named = self.named(changed) | masks
-        if difference > 10 * size and not masks:
-            return Mistake(CAUSAL["none"].name, CAUSAL["none"].text, CAUSAL["none"].cure, named, second, None)
         what = "padding" if masks else "the last token"
         text = f"Hidden tokens have a small weight: larger numbers in {what} change the results of others."
         cure = "Fill hidden scores with -inf, or a number like -1e9, not with one that scores can reach."
