@@ -66,6 +66,14 @@ static int output_type(struct cattn_call *call, int which, PyObject *given) {
     return which == LSE ? lse_type(call, given) : OUTPUTS[which].kind == MASK ? NPY_BOOL : call->stored_type;
 }
 
+/* Warns before weights are allocated that take more than half of the memory of this machine. */
+static bool warn_of_weights(struct binding_state *state, const struct cattn_output_spec *spec) {
+    const double bytes = (double)cattn_count(spec->nd, spec->dims) * (spec->type == NPY_DOUBLE ? 8 : 4);
+    PyObject *done = bytes < 1 << 20 ? Py_NewRef(Py_None) : PyObject_CallFunction(state->warn_of_memory, "d", bytes);
+    Py_XDECREF(done);
+    return done != NULL;
+}
+
 __attribute__((noinline)) static bool make_outputs(struct cattn_call *call, PyObject *const *given,
                                                    const char *const *names) {
     struct cattn_attention_params *params = call->params;
@@ -81,6 +89,8 @@ __attribute__((noinline)) static bool make_outputs(struct cattn_call *call, PyOb
                                                .dims = dims,
                                                .inputs = call->inputs,
                                                .n_inputs = N_ATTENTION_OPERANDS};
+        if (i == WEIGHTS && (given[i] == NULL || given[i] == Py_None) && !warn_of_weights(call->state, &spec))
+            return false;
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
         cattn_freeze(call->outputs[i].array, names[i], &frozen);

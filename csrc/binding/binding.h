@@ -69,6 +69,7 @@ struct cattn_signature {
     H(cast)                                                                                                            \
     H(rounded)                                                                                                         \
     H(shares_memory)                                                                                                   \
+    H(warn_of_memory)                                                                                                  \
     H(refuse_masked)                                                                                                   \
     H(draw_seed)                                                                                                       \
     H(as_rope_scaling)                                                                                                 \

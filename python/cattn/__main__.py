@@ -8,7 +8,7 @@ import contextlib
 import errno
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cattn
@@ -37,8 +37,24 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
         self._negative_number_matcher = _NEGATIVE
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _question([str(value)], map(str, action.choices or ()))
+            raise
 
-def _parser() -> argparse.ArgumentParser:
+    def _match_argument(self, action: argparse.Action, pattern: str) -> int:
+        try:
+            return super()._match_argument(action, pattern)
+        except argparse.ArgumentError as error:
+            if action.dest == "window":
+                error.message += f", {action.help}: as in --window 3 0"
+            raise
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands, which shtab makes completions from."""
     parser = _Parser(
         prog="cattn",
         description="Causal attention for NumPy arrays. Without a command: a walk through it on a six-token sentence.",
@@ -56,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Input files may stand on both sides of an option, which argparse alone does not allow."""
-    parser = _parser()
+    parser = make_parser()
     options, rest = parser.parse_known_args(mark_pipes(arguments))
     if options.command == "attend":
         options.inputs += [argument for argument in rest if argument == "-" or not argument.startswith("-")]
@@ -69,15 +85,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _close(rest: Sequence[str], parser: argparse.ArgumentParser, command: str | None) -> str:
     """Return the options that misspelt ones look like, as a question, or ""."""
-    import difflib  # imported here, because only errors need it
-
     used = parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and command is not None:
             used = action.choices[command]
     known = [option for action in used._actions for option in action.option_strings]
-    near = [difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7) for word in rest]
-    found = [word for words in near for word in words]
+    return _question([word.partition("=")[0] for word in rest], known)
+
+
+def _question(words: Sequence[str], known: Iterable[str]) -> str:
+    """Return the known words that these look like, as a question, or ""."""
+    import difflib  # imported here, because only errors need it
+
+    names = list(known)
+    found = [near for word in words for near in difflib.get_close_matches(word, names, n=1, cutoff=0.7)]
     return f": did you mean {' '.join(found)}?" if found else ""
 
 

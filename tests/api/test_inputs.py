@@ -542,3 +542,18 @@ def test_attention_without_heads_has_empty_gradients(heads: tuple[int, int]) -> 
     grads = cattn.attention_backward(result.out, q, k, v, result.out, result.lse)
     assert [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
     assert not any(g.any() for g in grads[:3])
+
+
+def test_weights_of_more_than_half_of_the_memory_have_a_warning_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.zeros((1024, 2), np.float32)
+    out = cattn.attention_weights(x, x)
+    assert _arrays.memory_of_machine() > 2 * out.nbytes
+    monkeypatch.setattr(_arrays, "memory_of_machine", lambda: 2 * out.nbytes - 1)
+    for call in (cattn.attention_weights, lambda *a: cattn.scaled_dot_product_attention(*a, x, return_weights=True)):
+        with pytest.warns(
+            UserWarning, match=r"^the weights take 0\.0 GiB, more .* machine: attention_statistics tells"
+        ):
+            call(x, x)
+    cattn.attention_weights(x, x, out=out)
+    monkeypatch.setattr(_arrays, "memory_of_machine", lambda: 2 * out.nbytes)
+    cattn.attention_weights(x, x)

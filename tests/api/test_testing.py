@@ -260,6 +260,34 @@ def changes_query(q: Array, k: Array, v: Array) -> Array:
     return softmax(np.where(hidden(q.shape[-2]), -np.inf, q @ np.swapaxes(k, -1, -2))) @ v
 
 
+def splits_heads(*ways: str) -> Report:
+    """The report on two heads of query, key and value, each split by "swap" or, in the wrong order, by "view"."""
+
+    def attention(*inputs: Array) -> Array:
+        B, T, width = inputs[0].shape
+        split = {"swap": lambda x: x.reshape(B, T, 2, -1).swapaxes(1, 2), "view": lambda x: x.reshape(B, 2, T, -1)}
+        heads = (split[way](x) for way, x in zip(ways, inputs, strict=True))
+        return by_einsum(*heads).swapaxes(1, 2).reshape(B, T, width)
+
+    return diagnose(attention, kind="multi_head", num_heads=2)
+
+
+class Keeps:
+    """Something of the first call changes the weights of later ones: its weights, or its dropout."""
+
+    def __init__(self, keep: Callable[[Array], Array]) -> None:
+        self.keep, self.kept = keep, np.empty(0)
+
+    def __call__(self, query: Array, key: Array, value: Array) -> Array:
+        weights = softmax(np.where(hidden(query.shape[-2]), -np.inf, scores_of(query, key)))
+        self.kept = self.kept if self.kept.shape == weights.shape else self.keep(weights)
+        return weights * self.kept @ value
+
+
+def drops_half(weights: Array) -> Array:
+    return np.random.choice([0.0, 2.0], weights.shape)  # noqa: NPY002
+
+
 class KeepsState:
     """Linear attention that begins with the state of the last call, unless the shapes are others."""
 
@@ -281,7 +309,7 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
         "mask_off_by_one",
         lambda: diagnose(by_matrices(lambda s: np.tril(s, 1)), kind="linear"),
     ),
-    "linear, twice the scale": ("different", lambda: diagnose(by_state("after", 2.0), kind="linear")),
+    "linear, twice the scale": ("other_scale", lambda: diagnose(by_state("after", 2.0), kind="linear")),
     "linear, all NaN": ("different", lambda: diagnose(by_matrices(lambda s: np.tril(s) * np.nan), kind="linear")),
     "linear, infinite": ("different", lambda: diagnose(by_matrices(lambda s: np.tril(s) + np.inf), kind="linear")),
     "linear, a state kept": ("keeps_state", lambda: diagnose(KeepsState(), kind="linear")),
@@ -292,28 +320,17 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
     "linear, a softmax": ("softmax", lambda: diagnose(by_einsum, kind="linear")),
     "linear, and none was meant": ("no_softmax", lambda: diagnose(by_state("after"))),
     "forgotten mask": ("sees_future", lambda: diagnose(no_mask)),
-    "inverted mask": (
-        "inverted_mask",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, q @ kT / q.shape[-1] ** 0.5, -1e9)) @ v)),
-    ),
+    "inverted mask": ("inverted_mask", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, s, -1e9))))),
     "inverted mask with the diagonal": (
         "inverted_mask",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m.T, F, q @ kT / q.shape[-1] ** 0.5)) @ v)),
+        lambda: diagnose(causal(lambda s, m: softmax(np.where(m.T, F, s)))),
     ),
     "triu without k=1": (
         "mask_off_by_one",
-        lambda: diagnose(
-            wrong(lambda q, k, v, kT, m: softmax(np.where(np.triu(m | m.T | True), F, scores_of(q, k))) @ v)
-        ),
+        lambda: diagnose(causal(lambda s, m: softmax(np.where(~np.tril(~m, -1), F, s)))),
     ),
-    "tril with k=1": (
-        "mask_off_by_one",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(np.triu(m, 2), F, scores_of(q, k))) @ v)),
-    ),
-    "axis of the queries": (
-        "softmax_axis",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, scores_of(q, k)), axis=-2) @ v)),
-    ),
+    "tril with k=1": ("mask_off_by_one", lambda: diagnose(causal(lambda s, m: softmax(np.where(np.triu(m, 2), F, s))))),
+    "axis of the queries": ("softmax_axis", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, F, s), axis=-2)))),
     "axis 0 is the batch": (
         "softmax_axis",
         lambda: diagnose(lambda q, k, v: softmax(scores_of(q, k), axis=0) @ v, kind="full", ndim=3),
@@ -323,16 +340,29 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
         "scaled_by_d",
         lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, q @ kT / q.shape[-1])) @ v)),
     ),
-    "masked after the softmax": (
-        "masked_after_softmax",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k)) * ~m @ v)),
-    ),
-    "scores times mask": (
-        "masked_with_zero",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) * ~m) @ v)),
-    ),
+    "masked after the softmax": ("masked_after_softmax", lambda: diagnose(causal(lambda s, m: softmax(s) * ~m))),
+    "scores times mask": ("masked_with_zero", lambda: diagnose(causal(lambda s, m: softmax(s * ~m)))),
     "key and value swapped": ("key_value_swapped", lambda: diagnose(lambda q, k, v: by_einsum(q, v, k))),
     "heads by one reshape": ("heads_order", lambda: diagnose(views_heads, kind="multi_head", num_heads=2)),
+    "key.view(B, H, T, d)": ("heads_order", lambda: splits_heads("swap", "view", "swap")),
+    "query and value by a view": ("heads_order", lambda: splits_heads("view", "swap", "view")),
+    "weights of the first call": ("keeps_state", lambda: diagnose(Keeps(lambda weights: weights))),
+    "dropout of the first call": ("dropout_in_evaluation", lambda: diagnose(Keeps(drops_half))),
+    "a window": ("window", lambda: diagnose(causal(lambda s, m: softmax(np.where(m | np.tril(~m, -2), F, s))))),
+    "k=2": ("mask_off_by_one", lambda: diagnose(causal(lambda s, m: softmax(np.where(np.triu(m, 3), F, s))))),
+    "mirrored": ("mirrored_mask", lambda: diagnose(causal(lambda s, m: softmax(np.where(m[:, ::-1], F, s))))),
+    "one hidden": ("wrong_mask", lambda: diagnose(causal(lambda s, m: softmax(np.where(np.tril(m, 1), F, s))))),
+    "a scale of 1/8": ("other_scale", lambda: diagnose(weigh_hidden(lambda s: softmax(s * s.shape[-1] / 8)), ndim=2)),
+    "a minus sign": ("other_scale", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, F, -s))))),
+    "the largest score alone": ("other_scale", lambda: diagnose(weigh_hidden(lambda s: s == s.max(-1, keepdims=True)))),
+    "no exponential": ("no_exponential", lambda: diagnose(causal(lambda s, m: divided(np.where(m, 0, s))))),
+    "exp divided by T": ("rows_not_one", lambda: diagnose(weigh_hidden(lambda s: np.exp(s) / s.shape[-1]))),
+    "heads share a softmax": ("softmax_axis", lambda: diagnose(weigh_hidden(lambda s: softmax(s, (1, 3))), ndim=4)),
+    "a fill of +inf": ("mask_times_inf", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, np.inf, s))))),
+    "a fill of 1e9": ("hidden_has_weight", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, 1e9, s))))),
+    "a fill of -1": ("hidden_has_weight", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, -1, s))))),
+    "keys moved by one": ("sees_future", lambda: diagnose(lambda q, k, v: by_einsum(q, np.roll(k, 1, -2), v))),
+    "one head": ("groups_order", lambda: diagnose(grouped(lambda x, n: np.repeat(x[:, :1], n * x.shape[1], 1)))),
     "heads without a split": ("one_head", lambda: diagnose(by_einsum, kind="multi_head", num_heads=2)),
     "padding ignored": (
         "padding_visible",
@@ -354,10 +384,7 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
     "dropout without 1 / (1 - p)": ("dropout_not_rescaled", lambda: diagnose(drops_only, dropout="p")),
     "NaN behind the mask": ("nan_leaks", lambda: diagnose(by_einsum, check_nan=True)),
     "batch as one text": ("batch_mixed", lambda: diagnose(joins_batch)),
-    "a small number instead of -inf": (
-        "hidden_has_weight",
-        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) - 12 * m) @ v)),
-    ),
+    "a small number instead of -inf": ("hidden_has_weight", lambda: diagnose(causal(lambda s, m: softmax(s - 12 * m)))),
     "no maximum": ("softmax_overflows", lambda: diagnose(weigh_hidden(lambda s: divided(np.exp(s))))),
     "no maximum, float32": (
         "softmax_overflows",
@@ -445,6 +472,8 @@ def test_wrong_attention_is_named(which: str) -> None:
 def test_a_function_whose_calls_differ_is_told_why_and_errors_of_a_dtype_by_their_size() -> None:
     (kept,) = diagnose(KeepsState(), kind="linear").mistakes
     assert kept.text == "Two calls with the same arguments differ: a state is kept from the call before."
+    (copied,) = diagnose(Keeps(drops_half)).mistakes
+    assert copied.text == "Two calls with the same arguments differ: by dropout."
     (drops,) = diagnose(drops_always).mistakes
     assert drops.text == "Two calls with the same arguments differ: dropout, or a state kept from the call before."
     text = diagnose(lambda *a: by_einsum(*(x.astype(np.float16).astype(float) for x in a)), ndim=2).mistakes[0].text
@@ -486,6 +515,17 @@ def test_the_smallest_failing_input_fails() -> None:
     np.testing.assert_array_equal(no_mask(**{n[0]: a for n, a in mistake.inputs.items()}), mistake.got)
     np.testing.assert_allclose(cattn.causal_attention(**mistake.inputs), mistake.right, rtol=1e-12)
     assert np.abs(mistake.got - mistake.right).max() > 0.01
+
+
+def test_who_sees_whom_is_shown_beside_what_should_be_seen() -> None:
+    (mistake,) = diagnose(causal(lambda s, m: softmax(np.where(m | np.tril(~m, -2), -np.inf, s))), ndim=2).mistakes
+    assert mistake.text == "The mask is a window: a token sees itself and 1 token before it, and no other."
+    assert mistake.seen is not None
+    np.testing.assert_array_equal(mistake.seen, np.tri(5, dtype=bool) & ~np.tri(5, k=-2, dtype=bool))
+    assert "who sees whom     who should\n        key      01234    key      01234\n" in str(Report((mistake,)))
+    assert "query 3  ..xx.    query 3  xxxx.\n" in Report((mistake,))._repr_html_()
+    right = diagnose(lambda q, k, v: by_einsum(np.tanh(q), k, v), ndim=2).mistakes[0]
+    assert (right.name, right.seen) == ("different", None)
 
 
 def test_reports_print_and_raise() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -122,6 +123,27 @@ def _from_torch(tensor: Any, name: str) -> Array:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
     check_storage(tensor, name)
     return array
+
+
+def memory_of_machine() -> int:
+    """Return the bytes of memory of this machine."""
+    if sys.platform == "win32":
+        import ctypes  # only needed here
+
+        kilobytes = ctypes.c_ulonglong()
+        ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes))
+        return kilobytes.value * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def warn_of_memory(size: float) -> None:
+    """Warn if the weights of a call take more than half of the memory of this machine."""
+    if 2 * size > (memory := memory_of_machine()):
+        text = (
+            f"the weights take {size / 2**30:,.1f} GiB, more than half of the {memory / 2**30:,.1f} GiB of this machine"
+        )
+        way = "attention_statistics tells what each query looks at without them"
+        warnings.warn(f"{text}: {way}", UserWarning, stacklevel=2)
 
 
 def read_array(obj: Any, name: str) -> Array:

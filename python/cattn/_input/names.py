@@ -289,7 +289,7 @@ def add_hint(error: TypeError, function: Callable[..., Any], given: Iterable[obj
     if traceback is None or traceback.tb_next is not None:  # raised inside the function: its arguments did bind
         return
     stranger = next((type(each) for each in given if hasattr(type(each), "_instead")), None)
-    if stranger is not None and " missing " in str(error):
+    if stranger is not None and " missing " in str(error) and not str(error).startswith(f"{stranger.__name__}."):
         error.args = (f"{error}, and got a {stranger.__name__}: {stranger._instead}",)  # type: ignore[attr-defined]
         return
     advice = _missing_advice(str(error), function.__name__, list(given))

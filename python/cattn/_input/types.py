@@ -313,7 +313,8 @@ def html_table(title: str, rows: Iterable[Sequence[object]]) -> str:
 
     lines = []
     for name, *cells in rows:
-        texts = "".join(f'<td style="text-align: left">{escape(str(cell))}</td>' for cell in cells)
+        shown = (f"<pre>{escape(str(cell))}</pre>" if "\n" in str(cell) else escape(str(cell)) for cell in cells)
+        texts = "".join(f'<td style="text-align: left">{cell}</td>' for cell in shown)
         lines.append(f'<tr><th style="text-align: left">{escape(str(name))}</th>{texts}</tr>')
     return f"<table><caption>{escape(title)}</caption><tbody>{''.join(lines)}</tbody></table>"
 

@@ -84,6 +84,7 @@ _cattn._register_helpers(
     cast=arrays.cast,
     rounded=arrays.rounded,
     shares_memory=arrays.shares_memory,
+    warn_of_memory=arrays.warn_of_memory,
     refuse_masked=arrays.refuse_masked,
     draw_seed=draw_seed,
     as_rope_scaling=as_rope_scaling,

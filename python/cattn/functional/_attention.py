@@ -531,6 +531,11 @@ def attention_weights(  # type: ignore[empty-body]
     TypeError, ValueError
         As for `scaled_dot_product_attention`; another stage is a ValueError.
 
+    Warns
+    -----
+    UserWarning
+        The result takes more than half of the memory of this machine.
+
     See Also
     --------
     scaled_dot_product_attention : Output and weights of one call, with ``return_weights=True``.

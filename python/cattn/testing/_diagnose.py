@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _properties
-from ._formulas import CAUSAL, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
+from . import _formulas, _properties
+from ._formulas import Choices, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
 from ._function import (
     Masks,
     Probe,
@@ -28,8 +28,9 @@ from ._function import (
     prepared,
     unknown_weights,
 )
-from ._properties import Dropout
+from ._properties import Dropout, differs
 from ._report import Mistake, Report
+from ._unnamed import fits, mask_mistake, possible_masks
 
 Kind = Literal["causal", "full", "multi_head", "multi_head_full", "linear"]
 KINDS = ("causal", "full", "multi_head", "multi_head_full", "linear")
@@ -212,10 +213,12 @@ def _check_arguments(
 
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 SHAPES = {2: "(T, D)", 3: "(B, T, D)", 4: "(B, H, T, D)"}
 _MOST = 3  # mistakes at a time
 _COLUMNS = 16  # of the result that are compared first
 _ROUNDED = 2.0**-7  # the largest error of a few roundings to halves, relative to the largest result
+_GROUPS = "With 2 heads of keys and values, query heads 0 and 1 do not share the first one, and 2 and 3 the other one."
 _UNKNOWN = "The result differs from attention in a way that no known mistake explains."
 
 
@@ -300,33 +303,42 @@ class Diagnosis(Probe):
 
     def is_repeatable(self) -> bool:
         """Return whether two calls agree."""
-        inputs = self.draw(self.shape(self.ranks[-1]), 0)
-        first, *others = (self.call(inputs) for _ in range(4))
-        other = next((each for each in others if not np.array_equal(each, first, equal_nan=True)), None)
-        if other is None:
+        shown = self.draw(self.shape(self.ranks[-1]), 0)
+        if (found := self.two_results(shown)) is None:
             return True
-        small, pair = inputs, (first, other)
         for small in self.small_inputs(self.ranks[-1]):
             try:
-                pair = self.call(small), self.call(small)
+                other = self.two_results(small)
             except RefusedError:
                 continue
-            if not np.array_equal(*pair, equal_nan=True):
+            if other is not None and other[0] == found[0]:
+                shown, found = small, other
                 break
-        else:
-            small, pair = inputs, (first, other)
+        name, one, another = found
         mode = "In evaluation mode two" if hasattr(self.subject.function, "eval") else "Two"
-        name, why = "dropout_in_evaluation", "dropout, or a state kept from the call before."
+        why = "dropout, or a state kept from the call before." if self.subject.pristine is None else "by dropout."
         cure = "Drop in training only: nn.Dropout, or F.dropout(weights, p, training=self.training)."
         if not hasattr(self.subject.function, "eval"):
             cure = "Give it an argument that turns dropout off; to test dropout itself, name that argument by dropout=."
-        if self.keeps_state(inputs):
-            name, why = "keeps_state", "a state is kept from the call before."
+        if name == "keeps_state":
+            why = "a state is kept from the call before."
             cure = "Start each call with a new state, or take the state as an argument and return it."
-        named = self.named(small) | {"one call": pair[0], "another": pair[1]}
+        named = self.named(shown) | {"one call": one, "another": another}
         self.mistakes.append(Mistake(name, f"{mode} calls with the same arguments differ: {why}", cure, named))
         self.not_checked.append("all else, because two calls differ")
         return False
+
+    def two_results(self, inputs: tuple[Floats, ...]) -> tuple[str, Floats, Floats] | None:
+        """Return two results that should be equal and are not, and the name of the mistake."""
+        for name, runs in (("keeps_state", ((77, 1), (78, 1))), ("dropout_in_evaluation", ((77, 1), (77, 2)))):
+            one, another = (self.call_untouched(self.draw_like(inputs, drawn), inputs, seed) for drawn, seed in runs)
+            if one is not None and another is not None and differs(one, another, self.subject.tolerance).any():
+                return name, one, another
+        first, _, *others = (self.call(each) for each in (inputs, self.draw_like(inputs, 77), *[inputs] * 3))
+        other = next((each for each in others if not np.array_equal(each, first, equal_nan=True)), None)
+        if other is None:
+            return None
+        return "keeps_state" if self.keeps_state(inputs) else "dropout_in_evaluation", first, other
 
     def keeps_state(self, inputs: tuple[Floats, ...]) -> bool:
         """Return whether values of 0 alone give a result other than 0, which no dropout does."""
@@ -396,24 +408,28 @@ class Diagnosis(Probe):
         self.num_heads, self.positions = before
 
     # ---- formulas ----
-    def explain(self, inputs: tuple[Floats, ...], masks: dict[str, Any], most: int = _MOST) -> dict[str, Any] | None:
+    def explain(
+        self, inputs: tuple[Floats, ...], masks: dict[str, Any], most: int = _MOST, seen: Bools | None = None
+    ) -> dict[str, Any] | None:
         """Return the choices of the formula that gives the function's result for these inputs and for others."""
-        got, problem = self.call(inputs, **masks), self.problem(inputs, **masks)
+        got, problem = self.call(inputs, **masks), self.problem(inputs, **masks)._replace(seen=seen)
         columns, first = slice(None), problem
         if self.projections is not None and self.projections.out is not None:  # a wide output projection takes long
             columns, first = slice(_COLUMNS), problem._replace(finish=self.projections.narrowed(_COLUMNS).finish)
-        others = self.draw_like(inputs, 77)
-        got_others: Floats | None = None
         for chosen in formulas(problem, most):
             part, rows = compute(first, chosen)
-            if not matches(got[..., columns], part[..., columns], rows, 10 * self.subject.tolerance):
-                continue
-            if not matches(got, *compute(problem, chosen), self.subject.tolerance):
-                continue
-            got_others = self.call(others, **masks) if got_others is None else got_others
-            if matches(got_others, *compute(self.problem(others, **masks), chosen), self.subject.tolerance):
+            fits_part = matches(got[..., columns], part[..., columns], rows, 10 * self.subject.tolerance)
+            if fits_part and self.agrees(inputs, masks, chosen, seen):
                 return chosen
         return None
+
+    def agrees(self, inputs: tuple[Floats, ...], masks: dict[str, Any], chosen: Choices, seen: Bools | None) -> bool:
+        """Return whether a formula gives the function's result for these inputs and for others."""
+        for each in (inputs, self.draw_like(inputs, 77)):
+            problem = self.problem(each, **masks)._replace(seen=seen)
+            if not matches(self.call(each, **masks), *compute(problem, chosen), self.subject.tolerance):
+                return False
+        return True
 
     def compare(self, ndim: int, **masks: Any) -> None:
         """Compare with the formulas, and add the mistakes."""
@@ -423,9 +439,6 @@ class Diagnosis(Probe):
             self.add([(wrong, chosen) for wrong in mistakes_of(chosen)], ndim, masks)
             return
         mixed = _properties.mixes_batch(lambda *a: self.call(a, **masks), inputs, self.subject.tolerance)
-        if not masks and not mixed and self.causal and (leak := self.smallest(ndim, self.leak, {})) is not None:
-            self.mistakes.append(leak)
-            return
         if mixed and not masks:
             self.add([(self.batch_mixed(), None)], ndim, masks, lead=2)
             alone = self.draw(self.shape(ndim, lead=1), 1)
@@ -433,7 +446,38 @@ class Diagnosis(Probe):
             if chosen is not None:
                 self.add([(wrong, chosen) for wrong in mistakes_of(chosen)], ndim, masks, lead=1)
             return
-        self.add([(self.unknown(inputs, masks), None)], ndim, masks)
+        self.add_unlisted(inputs, ndim, masks)
+
+    def add_unlisted(self, inputs: tuple[Floats, ...], ndim: int, masks: dict[str, Any]) -> None:
+        """Add the mistakes of a result that no listed formula explains, and show who sees whom where that is wrong."""
+        problem, T = self.problem(inputs, **masks), inputs[-1].shape[-2]
+        if not np.isfinite(self.call(inputs, **masks)).all(axis=-1).any():
+            self.add([(self.unknown(inputs, masks, True), None)], ndim, masks)
+            return
+        wanted = np.broadcast_to(_formulas.visible_keys(problem, {}, T, T), (*problem.query.shape[:1], 1, T, T))[-1, 0]
+        seen = _properties.influence(lambda *a: self.call(a, **masks), self.subject.tolerance, *inputs)
+        same, wrongs = np.array_equal(seen, wanted), self.fitted(inputs, masks)
+        for mask in [] if same or masks or wrongs else possible_masks(seen, wanted, len(inputs) == 1):
+            chosen = self.explain(inputs, {}, _MOST - 1, mask)
+            others = self.fitted(inputs, {}, mask) if chosen is None else mistakes_of(chosen)
+            if others or chosen is not None:
+                wrongs = [mask_mistake(mask, wanted), *others]
+                break
+        if not wrongs and (seen & ~wanted).any():
+            text = "A token sees tokens after it: by the mask, or because tokens are mixed before or after the softmax."
+            wrongs = [Wrong("sees_future", text) if self.causal and not masks else _properties.SOME]
+        if not wrongs and not self.linear and len(inputs) == 3 and self.projections is None:
+            zeros, ones = (self.call((*inputs[:-1], np.full_like(inputs[-1], n)), **masks) for n in (0.0, 1.0))
+            if not zeros.any() and not matches(ones, zeros + 1, compute(problem, {})[1], self.subject.tolerance):
+                wrongs = [_properties.ROW_SUMS]
+        wrongs = wrongs or [self.unknown(inputs, masks, same)]
+        self.add([(wrong, None) for wrong in wrongs], ndim, masks, seen=None if same else (seen, wanted))
+
+    def fitted(self, inputs: tuple[Floats, ...], masks: dict[str, Any], seen: Bools | None = None) -> list[Wrong]:
+        """Return the mistake of a formula with a fitted number, if it gives the result for other inputs, too."""
+        problem = self.problem(inputs, **masks)._replace(seen=seen)
+        found = fits(problem, self.call(inputs, **masks))
+        return [wrong for chosen, wrong in found if self.agrees(inputs, masks, chosen, seen)][:1]
 
     def batch_mixed(self) -> Wrong:
         """Return the mistake of mixed entries of a batch; PyTorch's module inside may be the cause."""
@@ -443,7 +487,7 @@ class Diagnosis(Probe):
         cure = f"{inner} inside has batch_first=False and takes (T, B, D): make it with batch_first=True."
         return _properties.BATCH._replace(cure=cure)
 
-    def unknown(self, inputs: tuple[Floats, ...], masks: dict[str, Any]) -> Wrong:
+    def unknown(self, inputs: tuple[Floats, ...], masks: dict[str, Any], same: bool) -> Wrong:
         """Return a sentence for a result that no formula explains."""
         got, (right, rows) = self.call(inputs, **masks), compute(self.problem(inputs, **masks), {})
         wrong = rows & ~np.isclose(got, right, rtol=0, atol=self.subject.tolerance * np.abs(right).max()).all(axis=-1)
@@ -455,7 +499,7 @@ class Diagnosis(Probe):
         first = wrong.reshape(-1, wrong.shape[-1])[:, 0]
         if largest <= _ROUNDED * np.abs(right[rows]).max(initial=0.0):
             text += " These are errors of the size of float16 or bfloat16: is something rounded to it inside?"
-        elif self.causal and not masks and wrong.any() and not first.any():
+        elif same and self.causal and not masks and wrong.any() and not first.any():
             text += " The first token, which sees only itself, agrees: rotary positions, or another bias of the scores?"
         if self.projections is not None:
             cure = "If it also has positions, norms or a window, weights=False checks its properties without a formula."
@@ -467,8 +511,9 @@ class Diagnosis(Probe):
         ndim: int,
         masks: dict[str, Any],
         lead: int | None = None,
+        seen: tuple[Bools, Bools] | None = None,
     ) -> None:
-        """Add mistakes with the smallest input that shows them."""
+        """Add mistakes with the smallest input that shows them, and with who sees whom."""
         if not wrongs:
             return
         chosen = wrongs[0][1]
@@ -491,7 +536,7 @@ class Diagnosis(Probe):
         got, (right, _) = self.call(shown, **given), compute(self.problem(shown, **given), {})
         named = self.named(shown) | dict(given)
         known = right if np.isfinite(right).any() else None
-        self.mistakes += [Mistake(w.name, w.text, w.cure, named, got, known) for w, _ in wrongs]
+        self.mistakes += [Mistake(w.name, w.text, w.cure, named, got, known, *(seen or ())) for w, _ in wrongs]
 
     def tells(self, problem: Problem, got: Floats, wrong: Wrong, chosen: dict[str, Any] | None) -> bool:
         """Return whether an input shows a mistake: without it the result would be another."""
@@ -537,8 +582,7 @@ class Diagnosis(Probe):
             found = self.explain_other(inputs)
             if found is None or (not found and T < self.T):
                 continue
-            if not found:
-                self.notes.append("with fewer heads of keys and values the result is another one")
+            found = found or [_formulas.GROUPS["tiled"]._replace(text=_GROUPS)]
             got, (right, _) = self.call(inputs), compute(self.problem(inputs), {})
             self.mistakes += [Mistake(w.name, w.text, w.cure, self.named(inputs), got, right) for w in found]
             return
@@ -640,8 +684,6 @@ class Diagnosis(Probe):
         if difference <= self.subject.tolerance * size or not np.isfinite(first).all():
             return None
         named = self.named(changed) | masks
-        if difference > 10 * size and not masks:
-            return Mistake(CAUSAL["none"].name, CAUSAL["none"].text, CAUSAL["none"].cure, named, second, None)
         what = "padding" if masks else "the last token"
         text = f"Hidden tokens have a small weight: larger numbers in {what} change the results of others."
         cure = "Fill hidden scores with -inf, or a number like -1e9, not with one that scores can reach."

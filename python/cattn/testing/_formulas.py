@@ -84,6 +84,14 @@ AXES = {
         "softmax_axis", "One softmax is taken over all scores of a matrix, so that the whole matrix sums to 1.",
         "Take it over the last axis of the scores: axis=-1.",
     ),
+    "heads_keys": Wrong(
+        "softmax_axis", "One softmax is taken over the heads and the keys together, so that they share a sum of 1.",
+        "Take it over the last axis of the scores: axis=-1.",
+    ),
+    "sum": Wrong(
+        "no_exponential", "The scores are divided by the sum of their row: there is no exponential, and no softmax.",
+        "Divide np.exp(scores) by its sum.",
+    ),
     "none": Wrong(
         "no_softmax", "There is no softmax: the scores themselves multiply the values.",
         'Take it over the last axis of the scores. If linear attention is meant, call diagnose with kind="linear".',
@@ -207,6 +215,10 @@ METHODS = {
         "mask_times_inf", "All numbers are NaN, as by a mask of 0 and 1 that is multiplied by -inf: 0 * -inf is NaN.",
         "Use np.where(visible, scores, -np.inf), or masked_fill.",
     ),
+    "infinite": Wrong(
+        "mask_times_inf", "Hidden scores are +inf or NaN, so that each row that hides a key is NaN.",
+        "Set hidden scores to -inf before the softmax.",
+    ),
 }  # fmt: skip
 _ROLE = ("query", "key", "value")
 
@@ -222,7 +234,7 @@ def _role(order: tuple[int, ...]) -> Wrong:
 
 
 ROLES = {order: _role(order) for order in itertools.product(range(3), repeat=3) if order != (0, 1, 2)}
-HEADS = {
+HEADS: dict[Any, Wrong] = {
     "view": Wrong(
         "heads_order",
         "The heads are split in the wrong order: the reshape to (B, num_heads, T, head_dim) gives a head parts of "
@@ -240,6 +252,12 @@ HEADS = {
         f"{_SPLIT}: tokens are on the second axis from the right before query @ key.T.",
     ),
 }  # fmt: skip
+for _how, _several in (("view", (1, 2)), ("interleaved", (1,))):  # of one or two of query, key and value
+    for _roles in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in _several):
+        _whose, _is = " and the ".join(_ROLE[i] for i in _roles), "is" if len(_roles) == 1 else "are"
+        _why = HEADS[_how].text.partition(": ")[2]
+        _text = f"The {_whose} {_is} split into heads in the wrong order: {_why}"
+        HEADS[_how, _roles] = HEADS[_how]._replace(text=_text)
 MERGES = {
     "view": Wrong(
         "heads_merged",
@@ -358,6 +376,7 @@ class Problem(NamedTuple):
     positions: Positions | None = None
     alignment: str = "lower_right"
     linear: bool = False
+    seen: NDArray[np.bool_] | None = None  # (T, T), what was measured; it takes the place of all masks
 
 
 Choices = Mapping[str, Any]
@@ -380,7 +399,7 @@ def choices(problem: Problem) -> dict[str, Mapping[Any, Wrong]]:
         found["given"] = GIVEN
     if problem.padding is not None:
         found["padding"] = PADDING
-    leave = {"batch": ndim == 2, "heads": ndim < 4 and not many}
+    leave = {"batch": ndim == 2, "heads": ndim < 4 and not many, "heads_keys": ndim < 4 and not many}
     leave |= dict.fromkeys(("sums", "sums_only", "maxima", "both"), not square or (ndim > 2 and not problem.flat))
     leave |= dict.fromkeys(("twice_between", "twice_masked"), not hides)
     found["axis"] = {name: wrong for name, wrong in AXES.items() if not leave.get(name, False)}
@@ -395,7 +414,7 @@ def choices(problem: Problem) -> dict[str, Mapping[Any, Wrong]]:
     }  # fmt: skip
     found["roles"] = {} if problem.same else {order: wrong for order, wrong in ROLES.items() if _fit(order, q, k, v)}
     if many:
-        found["heads"] = {name: wrong for name, wrong in HEADS.items() if not grouped or name == "view"}
+        found["heads"] = {name: wrong for name, wrong in HEADS.items() if not grouped or "view" in (name, name[0])}
         found["merge"] = MERGES
     if grouped:
         found["groups"] = GROUPS
@@ -415,6 +434,8 @@ def choices(problem: Problem) -> dict[str, Mapping[Any, Wrong]]:
         out = problem.finish(np.zeros(wide)).shape if problem.finish is not None else wide
         fits = {"unused": problem.finish is not None and out == wide, "residual": out == width}
         found["output"] = {name: wrong for name, wrong in OUTPUT.items() if fits[name]}
+    if problem.seen is not None:
+        found |= {"mask": {}, "state": {}, "layout": {}}
     if problem.positions is not None and problem.positions.name == "rotary":
         found["rotary"] = {name: wrong for name, wrong in ROTARY.items() if many or name not in ("heads", "width")}
     return found
@@ -438,10 +459,11 @@ def _scales(problem: Problem, d: int) -> dict[str, float]:
 
 
 _OFTEN = {"mask", "state", "method", "given", "padding", "axis", "scale", "roles", "heads", "merge", "layout"}
-_SELDOM = {  # choices that are not tried together with two others
-    "method": {"added_hidden", "inf_after", "times_inf"},
-    "axis": {"twice", "twice_between", "twice_masked", "sigmoid", "exp", "log", "sums", "sums_only", "maxima", "both"},
+_SELDOM: dict[str, set[Any]] = {  # choices that are not tried together with two others
+    "method": {"added_hidden", "inf_after", "times_inf", "infinite"},
+    "axis": {*AXES} - {"queries", "heads", "batch", "all", "none"},
     "scale": {"input", "value", "heads"},
+    "heads": {name for name in HEADS if isinstance(name, tuple)},
     "merge": {"mean", "sum"},
 }
 
@@ -461,7 +483,7 @@ def formulas(problem: Problem, most: int) -> Iterator[dict[str, Any]]:
             else:
                 few = found
             for picked in itertools.product(*(few[step] for step in steps)):
-                if number > 1 and "times_inf" in picked:  # what would come after it would not show
+                if number > 1 and ("times_inf" in picked or "infinite" in picked):  # what comes after does not show
                     continue
                 yield dict(zip(steps, picked, strict=True))
 
@@ -503,6 +525,8 @@ def _merge(x: Floats, how: str | None, heads: str | None) -> Floats:
 
 def visible_keys(problem: Problem, chosen: Choices, T_q: int, T_k: int) -> NDArray[np.bool_]:
     """Return the visible keys of a formula, (T_q, T_k) or (B, 1, T_q, T_k)."""
+    if problem.seen is not None:
+        return problem.seen
     mask = chosen.get("mask", chosen.get("state"))
     visible = np.ones((T_q, T_k), np.bool_)
     if problem.causal or mask == "causal":
@@ -535,7 +559,12 @@ def _softmax(scores: Floats, axis: int | tuple[int, ...] = -1) -> Floats:
 
 def _weigh(scores: Floats, visible: NDArray[np.bool_], axis: str | None) -> Floats:
     """Return the weights: the softmax, or what stands in its place."""
-    over: dict[Any, int | tuple[int, ...]] = {"queries": -2, "heads": 1, "batch": 0, "all": (-1, -2)}
+    over: dict[Any, int | tuple[int, ...]] = {
+        "queries": -2, "heads": 1, "batch": 0, "all": (-1, -2), "heads_keys": (1, -1)
+    }  # fmt: skip
+    if axis == "sum":
+        finite = np.where(np.isfinite(scores), scores, 0.0)
+        return np.asarray(finite / finite.sum(axis=-1, keepdims=True))
     if axis == "none":
         return np.where(np.isfinite(scores), scores, 0.0)
     if axis == "sigmoid":
@@ -591,7 +620,8 @@ def _heads_of(problem: Problem, chosen: Choices) -> tuple[Floats, Floats, Floats
     n, how, ndim = problem.num_heads, chosen.get("heads"), problem.query.ndim
     if n is not None:
         kv = max(1, k.shape[-1] * n // q.shape[-1])
-        q, k, v = _split(q, n, how), _split(k, kv, how), _split(v, kv, how)
+        ways = [how] * 3 if not isinstance(how, tuple) else [how[0] if i in how[1] else None for i in range(3)]
+        q, k, v = (_split(x, heads, way) for x, heads, way in zip((q, k, v), (n, kv, kv), ways, strict=True))
     elif ndim < 4:
         q, k, v = (x[None, None] if ndim == 2 else x[:, None] for x in (q, k, v))
     elif chosen.get("layout") == "across":
@@ -613,7 +643,8 @@ def _score(problem: Problem, chosen: Choices, q: Floats, k: Floats) -> Floats:
     T_k, d = k.shape[-2:]
     transposed = np.ascontiguousarray(k).reshape(*k.shape[:-2], d, T_k) if "transpose" in chosen else k.swapaxes(-1, -2)
     picked = chosen.get("scale")
-    factor = d**-0.5 if picked is None else _scales(problem, d)[picked]
+    fitted = d**-0.5 if picked is None else picked
+    factor = fitted if isinstance(fitted, float) else _scales(problem, d)[fitted]
     scores = q @ transposed * factor
     if problem.positions is not None and problem.positions.name == "ALiBi":
         distance = np.arange(T_k) - np.arange(T_k - q.shape[-2], T_k)[:, None]
@@ -634,7 +665,7 @@ def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_
     ndim, heads, n = problem.query.ndim, chosen.get("heads"), problem.num_heads
     scores = _score(problem, chosen, q, k)
     T_q, T_k = scores.shape[-2:]
-    if heads == "across" and (problem.mask is not None or problem.padding is not None):
+    if heads == "across" and any(mask is not None for mask in (problem.mask, problem.padding, problem.seen)):
         visible = np.ones((T_q, T_k), np.bool_)
     else:
         visible = visible_keys(problem, chosen, T_q, T_k)
@@ -647,6 +678,10 @@ def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_
         scores = scores + ~visible
     elif method == "times_inf":
         scores = np.full_like(scores, np.nan)
+    elif method == "infinite":
+        scores = np.where(visible, scores, np.inf)
+    elif isinstance(method, tuple):  # a number that takes the place of hidden scores, or is added to them
+        scores = np.where(visible, scores, method[1] + (scores if method[0] == "added" else 0.0))
     elif method is None:
         scores = np.where(visible, _softmax(scores) if axis == "twice_between" else scores, -np.inf)
     weights = _weigh(scores, visible, axis)
@@ -666,7 +701,7 @@ def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_
         rows = rows & ~problem.padding[:, None, :]
     if n is not None:
         every: Any = rows.all(axis=(1, 2))
-        meant = every[:, None] if heads in ("view", "across") else rows[:, 0]
+        meant = every[:, None] if heads in ("view", "across") or isinstance(heads, tuple) else rows[:, 0]
         out = _merge(out, chosen.get("merge"), heads)
         rows = np.broadcast_to(meant, out.shape[:-1])
         if chosen.get("merge") == "view":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 import warnings
@@ -118,6 +119,7 @@ class Subject:
         self.keeps_width = num_inputs == 3  # the output has the shape of the query
         self.heads = 1  # into which the function itself splits its arrays
         self.swaps = takes_batch_second(function)  # arrays are (T, B, D)
+        self.pristine = _copied(function)  # as it was before the first call
 
     def _dtype(self, dtype: Any) -> Any:
         if self.library == "numpy":
@@ -216,6 +218,23 @@ def _plain(given: Any) -> Floats:
     return array.astype(np.float64)
 
 
+def _copied(function: Any) -> Any:
+    """Return a copy with the same parameters and its own state, or None for a function or what cannot be copied."""
+    shared = {id(each): each for each in (function.parameters() if is_module(function) else ())}
+    try:
+        other = copy.deepcopy(function, shared)
+    except Exception:
+        return None
+    return None if other is function else other
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the global generators of NumPy and PyTorch."""
+    np.random.seed(seed)  # noqa: NPY002
+    if (torch := _torch()) is not None:
+        torch.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def _quiet(library: str) -> Iterator[None]:
     """Compute without gradients and without warnings, such as NumPy's about tensors that it is given on trial."""
@@ -236,10 +255,9 @@ def prepared(function: Any, seed: int = 0) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch is not None:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(seed)
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # on arrays as small as these, threads wait for each other
-        np.random.seed(seed)  # noqa: NPY002
+        _seed_generators(seed)
         try:
             if modules or isinstance(other, bool):
                 function.eval()
@@ -451,7 +469,7 @@ class Probe:
         T = self.T if T is None else T
         if depth is None and self.splits:
             depth = 4 * self.num_heads
-        D = self.width or depth or next(n for n in (8, 9) if n != T)
+        D = self.width or depth or next(n for n in (10, 12) if n != T)  # 8 is the root of the width of usual heads
         used = {T, D}
         free = [n for n in (2, 3, 4, 6, 7) if n not in used and not (self.splits and n == self.num_heads)]
         sizes = free[: ndim - 2] if lead is None else [lead] * (ndim - 2)
@@ -498,6 +516,19 @@ class Probe:
         if names.dropout is not None:
             masks.setdefault("dropout_p", 0.0)
         return self.subject(inputs, **masks)
+
+    def call_untouched(self, first: tuple[Floats, ...], then: tuple[Floats, ...], seed: int) -> Floats | None:
+        """Return the second result of a copy from before all calls, or None for a function, which cannot be copied."""
+        called = self.subject.function
+        if self.subject.pristine is None:
+            return None
+        self.subject.function = _copied(self.subject.pristine)
+        _seed_generators(seed)
+        try:
+            self.call(first)
+            return self.call(then)
+        finally:
+            self.subject.function = called
 
     def call_of_x(self, x: Floats, **masks: Any) -> Floats:
         """Call the function of one array, for properties."""

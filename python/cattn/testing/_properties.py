@@ -26,12 +26,12 @@ BATCH = Wrong(
     "The entries of a batch are mixed: what stands in one entry changes the result of another.",
     "Keep the batch axis apart: reshape and softmax must not join it with the tokens.",
 )
-_ROW_SUMS = Wrong("rows_not_one", "Rows of weights do not sum to 1: equal tokens do not give the result of one token.")
+ROW_SUMS = Wrong("rows_not_one", "Rows of weights do not sum to 1: equal tokens, or values of 1, do not come back.")
 _FUTURE = CAUSAL["none"]._replace(
     text="A token sees the tokens after it: there is no causal mask, it has no effect, or a second softmax undoes it."
 )
 _UNSEEN = Wrong("hides_too_much", "A token does not see all the tokens that it should see.")
-_SOME = Wrong("wrong_mask", "Tokens see other tokens than they should.")
+SOME = Wrong("wrong_mask", "Tokens see other tokens than they should.")
 
 
 def differs(a: Floats, b: Floats, tolerance: float) -> Bools:
@@ -55,18 +55,19 @@ def mixes_batch(call: Callable[..., Floats], inputs: tuple[Floats, ...], toleran
     return False
 
 
-def influence(call: Callable[[Floats], Floats], x: Floats, tolerance: float) -> Bools:
-    """Return which token (column) changes the result of which token (row) of the first sequence."""
-    T = x.shape[-2]
+def influence(call: Callable[..., Floats], tolerance: float, *inputs: Floats) -> Bools:
+    """Return which key and value, or token of one array (column), changes which result (row) of the last sequence."""
+    T = inputs[0].shape[-2]
     found = np.zeros((T, T), np.bool_)
     rng = np.random.default_rng(6)
-    before = call(x)
+    before = call(*inputs)
     for j in range(T):
         for _ in range(2):
-            changed = x.copy()
-            changed[..., j, :] += 3 * rng.standard_normal(x.shape[-1])
-            rows = differs(call(changed), before, tolerance)
-            found[:, j] |= rows if rows.ndim == 1 else rows[0]
+            changed = tuple(array.copy() for array in inputs)
+            for array in changed[-2:]:
+                array[..., j, :] += 3 * rng.standard_normal(array.shape[-1])
+            rows = differs(call(*changed), before, tolerance)
+            found[:, j] |= rows if rows.ndim == 1 else rows[-1].reshape(-1, T).any(axis=0)
     return found
 
 
@@ -86,7 +87,7 @@ def _pattern(seen: Bools, causal: bool) -> Wrong | None:
         return CAUSAL["inverted"]
     if not (seen & ~np.tri(T, k=1, dtype=np.bool_)[1:-1]).any():
         return CAUSAL["next"]
-    return _FUTURE if seen[~lower].all() else _SOME
+    return _FUTURE if seen[~lower].all() else SOME
 
 
 def _equal_tokens(call: Callable[[Floats], Floats], x: Floats, causal: bool, tolerance: float) -> Found | None:
@@ -111,7 +112,7 @@ def _equal_tokens(call: Callable[[Floats], Floats], x: Floats, causal: bool, tol
         direction = pattern @ moved / (pattern @ pattern)
         if np.allclose(np.outer(pattern, direction), moved, rtol=0, atol=10 * tolerance * np.abs(moved).max()):
             return wrong, equal, got, np.array(right)
-    return _ROW_SUMS, equal, got, np.array(right)
+    return ROW_SUMS, equal, got, np.array(right)
 
 
 def _columns_sum(call: Callable[[Floats], Floats], x: Floats, tolerance: float) -> Found | None:
@@ -141,12 +142,12 @@ def check(call: Callable[[Floats], Floats], shape: tuple[int, ...], causal: bool
         return [*found, sums]
     if not causal and (sums := _columns_sum(call, x, tolerance)) is not None:
         return [*found, sums]
-    wrong = _pattern(influence(call, x, tolerance), causal)
+    wrong = _pattern(influence(call, tolerance, x), causal)
     if wrong is None:
         return found
 
     def of_part(part: Floats) -> Found | None:
-        seen = influence(call, part, tolerance)
+        seen = influence(call, tolerance, part)
         return (wrong, part, call(part), None) if _pattern(seen, causal) == wrong else None
 
     return [*found, _smallest(of_part, x, 3) or (wrong, x, call(x), None)]
@@ -183,7 +184,7 @@ def check_hidden(
         if moved[0]:
             return (PADDING["none"] if moved[1] else PADDING["inverted"]), x, before
         return None
-    seen = influence(call, x[:1] if x.ndim == 3 else x, tolerance) | np.eye(T, dtype=np.bool_)
+    seen = influence(call, tolerance, x[:1] if x.ndim == 3 else x) | np.eye(T, dtype=np.bool_)
     given = masks["mask"]
     base = np.tri(T, dtype=np.bool_) if causal else np.ones((T, T), np.bool_)
     if not (seen & ~(given & base)).any():
@@ -192,7 +193,7 @@ def check_hidden(
     for name, mask in others.items():  # the first and last rows may see nothing, and then anything
         if np.array_equal(seen[1:-1], ((mask & base) | np.eye(T, dtype=np.bool_))[1:-1]):
             return GIVEN[name], x, call(x)
-    return _SOME, x, call(x)
+    return SOME, x, call(x)
 
 
 _SAMPLES = 1600  # results from which the mean of dropout is estimated
@@ -312,7 +313,7 @@ class Dropout:
         """Return the mistake if a small probability changes nearly everything."""
         rows = np.ones(right.shape[:-1], np.bool_)
         with self.probability(_SMALL):
-            results = [self.call(self.inputs) for _ in range(12)]
+            results = [self.call(self.inputs) for _ in range(40)]
         if any(matches(got, right, rows, max(0.02, self.probe.subject.tolerance)) for got in results):
             return None
         text = f"Weights are kept with probability p and not dropped with it: p = {_SMALL} leaves nearly nothing."

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._input.types import html_table
+from ..functional import show_mask
 
 Array = NDArray[Any]
 
@@ -32,6 +33,11 @@ class Mistake:
         What the function returned for it.
     right : ndarray or None
         The right result, or None where the mistake shows without one.
+    seen : ndarray of bool or None
+        Who sees whom: which key, a column, changes the result of which query, a row. In a function of one array a token
+        changes its own. None where it is right, or was not looked at.
+    visible : ndarray of bool or None
+        Who should see whom.
     """
 
     name: str
@@ -40,6 +46,8 @@ class Mistake:
     inputs: Mapping[str, Array] = field(default_factory=dict)
     got: Array | None = None
     right: Array | None = None
+    seen: Array | None = None
+    visible: Array | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}" + (f" {self.cure}" if self.cure else "")
@@ -51,6 +59,15 @@ class Mistake:
         """Return the arrays to show, with their labels."""
         results = {"returned": self.got, "right": self.right}
         return {**self.inputs, **{name: array for name, array in results.items() if array is not None}}
+
+    def _who_sees_whom(self) -> list[str]:
+        """Return the lines of both matrices side by side, as `cattn.show_mask` prints them."""
+        if self.seen is None or self.visible is None:
+            return []
+        T = len(self.seen)
+        left, right = (show_mask(T, attn_mask=mask).splitlines() for mask in (self.seen, self.visible))
+        width = max(len(left[0]), len("who sees whom")) + 4
+        return [f"{a:<{width}}{b}" for a, b in zip(["who sees whom", *left], ["who should", *right], strict=True)]
 
     def _same_input(self, other: Mistake | None) -> bool:
         return other is not None and self.inputs is other.inputs and self.got is other.got
@@ -103,6 +120,7 @@ class Report:
             elif mistake.inputs:
                 lines.append("    The smallest input found that fails:")
                 lines += [_shown(name, array) for name, array in mistake._arrays().items()]
+            lines += ["        " + line for line in mistake._who_sees_whom() if not mistake._same_input(before)]
             before = mistake
         lines += [""] * bool(n)
         lines += [f"note: {note}" for note in self.notes]
@@ -120,6 +138,7 @@ class Report:
             rows.append((mistake.name, f"{mistake.text} {mistake.cure}".strip()))
             if mistake.inputs and not mistake._same_input(before):
                 rows += [(name, _numbers(array)) for name, array in mistake._arrays().items()]
+                rows += [("", "\n".join(lines))] if (lines := mistake._who_sees_whom()) else []
             before = mistake
         rows += [("note", note) for note in self.notes]
         rows += [("checked", ", ".join(self.checked))] * bool(self.checked)
