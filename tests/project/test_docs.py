@@ -231,10 +231,10 @@ def test_the_live_page_cuts_any_text_into_pieces() -> None:
     odd = "na\u00efve \U0001f389\ufe0f <b>x</b> &amp;\n\n\tif (a_b):  \x00\x1c\u2028\ufeff"
     for text in ("", " ", odd, odd * 400, "a" * 10_000, "the cat " * 1250):
         ids = PIECES.encode(text)
-        assert PIECES.decode(ids) == text
+        assert PIECES.decode(ids) == re.sub(r"(?m)^(?=[A-Za-z])", " ", text)
         assert all(0 <= token < len(LIVE.weights["token"]) for token in ids)
     first = "The cat sat on the mat."
-    assert [PIECES[i] for i in PIECES.encode(first)] == [b"The", b" cat", b" sat", b" on", b" the", b" mat", b"."]
+    assert [PIECES[i] for i in PIECES.encode(first)] == [b" The", b" cat", b" sat", b" on", b" the", b" mat", b"."]
 
 
 def test_the_heads_of_the_live_page_look_where_it_says() -> None:
@@ -264,7 +264,8 @@ def test_the_live_page_gets_the_model_that_was_trained(tmp_path: Path, monkeypat
         np.testing.assert_allclose(layer[:, 0], found.exp(), rtol=1e-3, atol=1e-5)
     pages = [str(inspect.getdoc(find(name))) for name in PUBLIC]
     monkeypatch.setattr(page_gpt, "documentation", lambda: pages)
-    page_gpt.train(str(tmp_path / "model.npz"), 2, vocabulary=300, tales=200)
+    monkeypatch.setattr(page_gpt, "common_words", lambda: ["the", "of", "and"])
+    page_gpt.train(str(tmp_path / "model.npz"), 2, vocabulary=300, merges=20, tales=200)
     model, pieces = page_gpt.load(tmp_path / "model.npz")
     assert len(pieces) == len(model.weights["token"]) == 300
     page_gpt.save(tmp_path / "again.npz", model, pieces)
