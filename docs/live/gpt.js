@@ -211,8 +211,12 @@ function rowOf(text, name) {
   });
 }
 
+const MOST_NUMBERS = 2 ** 17; // of one array, so that an answer comes at once
+
 // Rows of numbers, as NumPy prints them or as they are copied from a table: a row ends with its bracket, or else its line.
 function matrixOf(text, name) {
+  const count = (text.match(/[^\s,;[\]]+/g) || []).length;
+  if (count > MOST_NUMBERS) throw new Error(`${name} has ${count.toLocaleString("en")} numbers, of at most ${MOST_NUMBERS.toLocaleString("en")} that this page reads`);
   const list = text.replace(/^\s*(array|tensor)\(|(,\s*dtype=[\w.]+)?\s*\)\s*$/g, "");
   const rows = list.includes("[") ? list.split("]").map((row) => row.replace(/^\s*,?[\s[]*/, "")) : list.split(/\n/);
   const numbers = rows.map((row) => row.trim()).filter(Boolean).map((row) => rowOf(row, name));
@@ -227,7 +231,7 @@ class NumbersSource {
   constructor() {
     Object.assign(this, { name: "numbers", words: "numbers", tokens: null });
     const area = (name, text, words) => {
-      const input = make("textarea", { id: `numbers-${name}`, rows: 6, spellcheck: "false", oninput: () => this.changed() });
+      const input = make("textarea", { id: `numbers-${name}`, rows: text ? 6 : 2, spellcheck: "false", oninput: () => this.changed() });
       input.value = text;
       return [input, make("div", {}, make("label", { for: `numbers-${name}` }, words), input)];
     };

@@ -618,6 +618,8 @@ def test_a_stage_that_is_too_large_is_refused_with_a_sentence(
         input.value = text;
         input.dispatchEvent(new Event("input"));
     }"""
+    page.evaluate(write, "1 " * 10**6)
+    until(page, f"{PROBLEM} === 'query has 1,000,000 numbers, of at most 131,072 that this page reads'")
     page.evaluate(write, "1\n" * 2**12)
     shown = "4096 × 4096 numbers, of at most 4,194,304 that a stage shows."
     until(page, f"{PROBLEM} === 'There are too many tokens: {shown}'")

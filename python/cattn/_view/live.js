@@ -138,36 +138,41 @@ class StageView extends WeightsView {
   }
 }
 
-// What a head does, if most of its weight is there: the first name is the most worth a look. Each rule gives the weight of
-// a query at a place of the text, or undefined for a query that it does not speak of.
+// What a head does, if most of its weight is there: the first name is the most worth a look. A rule has the keys at which
+// a query then looks, by the places before it of the same word; none for a query that it does not speak of.
 const LEAST_WEIGHT = 0.5;
-const NAMES = [
-  [(row, q, same) => (same.length ? sum(same, (k) => (k + 1 < q ? row[k + 1] : 0)) : undefined), "finds what came after the same word"],
-  [(row, q) => (q > 0 ? row[q - 1] : undefined), "looks one word back"],
-  [(row, q, same) => (same.length ? sum(same, (k) => row[k]) : undefined), "looks at the same word before"],
-  [(row, q) => (q > 0 ? row[q] : undefined), "looks at itself"],
-  [(row, q) => (q > 1 ? row[0] : undefined), "looks at the first word"],
-];
+const NAMES = {
+  "finds what came after the same word": (q, same) => same.map((k) => k + 1).filter((k) => k < q),
+  "looks one word back": (q) => (q > 0 ? [q - 1] : []),
+  "looks at the same word before": (q, same) => same,
+  "looks at itself": (q) => (q > 0 ? [q] : []),
+  "looks at the first word": (q) => (q > 1 ? [0] : []),
+};
 const sum = (list, size) => list.reduce((total, x) => total + size(x), 0);
+
+// For each token the places before it of the same token.
+function sameBefore(tokens, length) {
+  const places = new Map();
+  return Array.from({ length }, (_, q) => {
+    const before = (tokens && places.get(tokens[q])) || [];
+    if (tokens) places.set(tokens[q], [...before, q]);
+    return before;
+  });
+}
 
 // The names of the heads of a layer: "" for a head that has none, and for all if queries and keys are of two texts.
 function namesOf(layer, tokens) {
   const { heads, T_q, T_k } = layer.sizes;
   if (T_q !== T_k) return Array(heads).fill("");
   const weights = layer.stage("weights");
-  const places = new Map();
-  const same = Array.from({ length: T_q }, (_, q) => {
-    const before = (tokens && places.get(tokens[q])) || [];
-    if (tokens) places.set(tokens[q], [...before, q]);
-    return before;
-  });
-  return Array.from({ length: heads }, (_, head) => {
-    const found = NAMES.find(([rule]) => {
-      const seen = same.map((before, q) => rule(weights.subarray((head * T_q + q) * T_k, (head * T_q + q + 1) * T_k), q, before)).filter((x) => x !== undefined);
-      return seen.length > 1 && sum(seen, (x) => x) / seen.length > LEAST_WEIGHT;
+  const same = sameBefore(tokens, T_q);
+  return Array.from({ length: heads }, (_, head) => Object.keys(NAMES).find((name) => {
+    const seen = same.flatMap((before, q) => {
+      const keys = NAMES[name](q, before);
+      return keys.length ? [sum(keys, (k) => weights[(head * T_q + q) * T_k + k])] : [];
     });
-    return found ? found[1] : "";
-  });
+    return seen.length > 1 && sum(seen, (x) => x) / seen.length > LEAST_WEIGHT;
+  }) || "");
 }
 
 // A source of queries, keys and values has `sizes`, `tokens` (or null), and run(options, pads, core), which returns the
@@ -415,25 +420,24 @@ class LiveView {
   }
 
   // What is worth a look: the head, if none is given, that has the first of the names, or else whose queries have the
-  // largest weights; of its queries, not of punctuation, the one with the largest weight on another token.
+  // largest weights; of its queries, not of punctuation, the one with the largest weight where the name says, or else on
+  // another token.
   opening(head) {
-    const { T_q, T_k, heads } = this.source.sizes;
-    const { tokens } = this.source;
+    const { sizes: { T_q, T_k, heads }, tokens, query_tokens: queries } = this.source;
     const offset = Math.max(T_k - T_q, 0);
     const all = this.layers.flatMap((_, layer) => Array.from({ length: heads }, (__, i) => [layer, i]));
-    const row = (of, q) => this.row(of, "weights", q);
-    const largest = (of) => Array.from({ length: T_q }, (_, q) => row(of, q).reduce((a, b) => Math.max(a, b), 0)).reduce((a, b) => a + b);
+    const largest = (of) => sum(Array.from({ length: T_q }, (_, q) => this.row(of, "weights", q).reduce((a, b) => Math.max(a, b), 0)), (x) => x);
     const best = (list, size) => list.reduce((a, b) => (size(b) > size(a) ? b : a));
-    const rank = (of) => NAMES.findIndex(([, words]) => words === this.nameOf(of));
-    const named = all.filter((of) => rank(of) >= 0);
-    const chosen = head || (named.length ? best(named, (of) => -rank(of)) : best(all, largest));
-    const names = (q) => !tokens || /[\p{L}\p{N}]/u.test(this.source.query_tokens ? this.source.query_tokens[q] : tokens[q + offset]);
+    const named = all.filter((of) => this.nameOf(of));
+    const order = Object.keys(NAMES);
+    const chosen = head || (named.length ? best(named, (of) => -order.indexOf(this.nameOf(of))) : best(all, largest));
+    const rule = NAMES[this.nameOf(chosen)] || ((q) => Array.from({ length: T_k }, (_, k) => k).filter((k) => k !== q + offset));
+    const isWord = (q) => !tokens || /[\p{L}\p{N}]/u.test(queries ? queries[q] : tokens[q + offset]);
+    const same = sameBefore(tokens, T_q);
     let found = [chosen, -1, -1, 0];
     for (let q = T_q > 2 ? Math.floor(T_q / 2) : 0; q < T_q; q++) {
-      const weights = row(chosen, q);
-      for (let k = 0; k < T_k && names(q); k++) {
-        if (k !== q + offset && weights[k] >= found[3] && weights[k] > 0) found = [chosen, q, k, weights[k]];
-      }
+      const weights = this.row(chosen, "weights", q);
+      for (const k of isWord(q) ? rule(q, same[q]) : []) if (weights[k] > 0 && weights[k] >= found[3]) found = [chosen, q, k, weights[k]];
     }
     return found.slice(0, 3);
   }
@@ -517,7 +521,7 @@ class LiveView {
     const at = (stage) => signed(this.row([layer, head], stage, q)[k]);
     const divided = [scale === null ? ` / √${D}` : ` × ${shortText(scale)}`, ...(temperature === 1 ? [] : [` / ${temperature}`])].join("");
     const hidden = !this.layers[layer].visible[q * T_k + k];
-    const masked = renormalizes ? `${hidden ? "hidden: 0 after the softmax" : "seen"}` : `${hidden ? "hidden" : "with mask and biases"}: ${at("masked")}`;
+    const masked = renormalizes ? `${hidden ? "hidden: 0 after the softmax" : "seen"}` : `${hidden ? "hidden" : "after the mask"}: ${at("masked")}`;
     const power = renormalizes ? `divided by the sum of what is seen` : `e^${at("masked")} / sum`;
     return [...productParts(vector(query, T_q, q), vector(key, T_k, k)),
       make("p", { class: "cattn-terms" }, `${at("scores")}${divided} = ${at("scaled")}, ${masked}, ${power} = ${at("weights")}`)];
