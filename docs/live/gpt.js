@@ -216,7 +216,8 @@ const MOST_NUMBERS = 2 ** 17; // of one array, so that an answer comes at once
 // Rows of numbers, as NumPy prints them or as they are copied from a table: a row ends with its bracket, or else its line.
 function matrixOf(text, name) {
   const count = (text.match(/[^\s,;[\]]+/g) || []).length;
-  if (count > MOST_NUMBERS) throw new Error(`${name} has ${count.toLocaleString("en")} numbers, of at most ${MOST_NUMBERS.toLocaleString("en")} that this page reads`);
+  const [found, most] = [count, MOST_NUMBERS].map((n) => n.toLocaleString("en"));
+  if (count > MOST_NUMBERS) throw new Error(`${name} has ${found} numbers, of at most ${most} that this page reads`);
   const list = text.replace(/^\s*(array|tensor)\(|(,\s*dtype=[\w.]+)?\s*\)\s*$/g, "");
   const rows = list.includes("[") ? list.split("]").map((row) => row.replace(/^\s*,?[\s[]*/, "")) : list.split(/\n/);
   const numbers = rows.map((row) => row.trim()).filter(Boolean).map((row) => rowOf(row, name));

@@ -26,17 +26,19 @@ class Facts {
   // The largest difference between the weights of the two ways to mask.
   get difference() {
     const { core, source: { sizes }, layers: [{ arrays, options }] } = this.live;
-    const [a, b] = ["neg_inf", "renormalize"].map((method) => new Attention(core, sizes, arrays, { ...options, method }).stage("weights"));
+    const weights = (method) => new Attention(core, sizes, arrays, { ...options, method }).stage("weights");
+    const [a, b] = [weights("neg_inf"), weights("renormalize")];
     return a.reduce((most, x, i) => Math.max(most, Math.abs(x - b[i])), 0);
   }
 }
 
-// text and question of a step, its stage and its control; before() is what the answer compares with, taken at the start.
+// Text and question of a step, its stage and its control; `even`: the weights of its head are not all near 0 or 1; before()
+// is what the answer compares with, taken at the start.
 const STORY = [
   {
     name: "query and key", stage: "scores", control: "word",
-    text: () => "Each word has a query, the numbers that say what it looks for, and a key, the numbers that say what it offers. "
-      + "The score of two words is the sum of the products of these numbers, dimension by dimension.",
+    text: () => "Two matrices that training has found make of each word a query, the numbers that say what it looks for, and a "
+      + "key, the numbers that say what it offers. The score of two words is the sum of the products of these numbers.",
     question: "Move to another word that asks. Is its largest score with the same word?",
     before: (now) => [now.word(now.q), ...now.largest("scores")],
     answer: (now, [word, key, x]) => {
@@ -48,20 +50,22 @@ const STORY = [
   },
   {
     name: "scale", stage: "scaled", control: "temperature",
-    text: (now) => `A longer sum is a larger sum. So each score is divided by the square root of the number of dimensions, here √${now.live.source.sizes.D}, `
-      + "and the scores of wide and narrow heads are of one size.",
+    text: (now) => "A longer sum is a larger sum. So each score is divided by the square root of the number of dimensions, "
+      + `here √${now.live.source.sizes.D}, and the scores of wide and narrow heads are of one size.`,
     question: "The temperature divides the scores once more. Move it: does another word come first?",
     before: (now) => now.largest("scaled"),
     answer: (now, [key, x]) => {
       const [other, y] = now.largest("scaled");
-      return `${other === key ? `No, ${key} stays first` : `Here ${other} comes first`}: its score was ${sizeOf(x)} and is ${sizeOf(y)}. All scores are `
-        + `divided by one number; they only come ${Math.abs(y) < Math.abs(x) ? "nearer to each other" : "farther from each other"}.`;
+      const first = other === key ? `No, ${key} stays first` : `Here ${other} comes first`;
+      return `${first}: its score was ${sizeOf(x)} and is ${sizeOf(y)}. All scores are divided by one number; they only come `
+        + `${Math.abs(y) < Math.abs(x) ? "nearer to" : "farther from"} each other.`;
     },
   },
   {
     name: "mask", stage: "masked", control: "causal",
-    text: (now) => "A word must not see the words after it, which it has to guess: their scores become −∞. Or take the softmax of all scores, put 0 for later words, "
-      + `and divide each row by its sum: here the weights of the two ways differ by at most ${now.difference.toExponential(0)}, which is rounding.`,
+    text: (now) => "A word must not see the words after it, which it has to guess: their scores become −∞. Or take the softmax of all "
+      + "scores, put 0 for later words, and divide each row by its sum: here the weights of the two ways differ by at most "
+      + `${now.difference.toExponential(0)}, which is rounding.`,
     question: "Take the tick from “causal”. Which word’s numbers do not change? Why?",
     before: (now) => Array.from({ length: now.T }, (_, q) => now.row("masked", q).join()),
     answer: (now, rows) => {
@@ -70,33 +74,36 @@ const STORY = [
     },
   },
   {
-    name: "softmax", stage: "weights", control: "temperature",
-    text: () => "The softmax makes weights of scores: e to the power of each score, divided by the sum of its row. So weights are between 0 and 1, the weights of a word sum to 1, "
-      + "and e^−∞ is 0.",
+    name: "softmax", stage: "weights", control: "temperature", even: true,
+    text: () => "The softmax makes weights of scores: e to the power of each score, divided by the sum of its row. So weights are "
+      + "between 0 and 1, the weights of a word sum to 1, and e^−∞ is 0.",
     question: "Move the temperature to 0.1, and then to 4. What happens to the largest weight?",
     before: (now) => now.largest("weights"),
     answer: (now, [key, x]) => {
       const [other, y] = now.largest("weights");
-      return `It was ${sizeOf(x)}, of ${key}, and is ${sizeOf(y)}, of ${other}. ${y > x ? "Cold: the largest score takes almost everything." : "Hot: all words get a similar share."}`;
+      return `It was ${sizeOf(x)}, of ${key}, and is ${sizeOf(y)}, of ${other}. `
+        + (y > x ? "Cold: the largest score takes more, and at last everything." : "Hot: the words get more similar shares.");
     },
   },
   {
-    name: "dropout", stage: "dropped", control: "dropout",
-    text: () => "In training, dropout sets some weights to 0 by chance, so that a model does not rely on a single word. The others are divided by the share that is kept, "
-      + "so that a row still sums to 1 on average.",
+    name: "dropout", stage: "dropped", control: "dropout", even: true,
+    text: () => "In training, dropout sets some weights to 0 by chance, so that a model does not rely on a single word. The others "
+      + "are divided by the share that is kept, so that a row still sums to 1 on average.",
     question: "Move dropout to 0.5. What happens to a weight that is kept?",
     before: () => null,
     answer: (now) => {
       const p = now.live.options.dropout;
-      const pairs = Array.from({ length: now.T }, (_, q) => q).flatMap((q) => now.row("weights", q).map((x, k) => [x, now.row("dropped", q)[k]])).filter(([x]) => x > 0);
+      const queries = Array.from({ length: now.T }, (_, q) => [now.row("weights", q), now.row("dropped", q)]);
+      const pairs = queries.flatMap(([before, after]) => before.map((x, k) => [x, after[k]])).filter(([x]) => x > 0);
       const kept = pairs.filter(([, y]) => y > 0);
       const [x, y] = kept.reduce((a, b) => (b[0] > a[0] ? b : a), [0, 0]);
-      return `${pairs.length - kept.length} of ${pairs.length} weights are 0 now. Each of the others is divided by 1 − ${p}: the largest was ${sizeOf(x)} and is ${sizeOf(y)}.`;
+      return `${pairs.length - kept.length} of ${pairs.length} weights are 0 now. Each of the others is divided by 1 − ${p}: `
+        + `the largest was ${sizeOf(x)} and is ${sizeOf(y)}.`;
     },
   },
   {
     name: "output", stage: "output", control: "window",
-    text: () => "Each word has a value, too: the numbers that it hands on. The output of a word is the sum of all values, each times its weight. "
+    text: () => "A third matrix makes a value of each word: the numbers that it hands on. The output of a word is the sum of all values, each times its weight. "
       + "So the words that it looks at become a part of it.",
     question: "Move the window to 1 token, so that a word sees only itself. What is its output then?",
     before: () => null,
@@ -111,8 +118,12 @@ const STORY = [
 class Story {
   constructor(live) {
     this.live = live;
-    this.word = control("word", make("input", { type: "range", name: "word", min: 0, step: 1, oninput: () => this.ask() }), (input) => new Facts(live).word(Number(input.value)));
-    this.links = STORY.map(({ name }, i) => make("a", { href: `#step=${i + 1}`, onclick: () => location.hash === `#step=${i + 1}` && this.tell(i + 1) }, `${i + 1} ${name}`));
+    const range = make("input", { type: "range", name: "word", min: 0, step: 1, oninput: () => this.ask() });
+    this.word = control("word", range, (input) => new Facts(live).word(Number(input.value)));
+    this.links = STORY.map(({ name }, i) => {
+      const href = `#step=${i + 1}`;
+      return make("a", { href, onclick: () => location.hash === href && this.tell(i + 1) }, `${i + 1} ${name}`);
+    });
     this.text = make("p");
     this.question = make("p");
     this.answer = make("output", { "aria-live": "polite" });
@@ -140,7 +151,7 @@ class Story {
     live.stage = step.stage;
     live.update();
     const heads = Array.from({ length: live.source.sizes.heads }, (_, head) => [0, head]);
-    live.look(...live.opening(heads.find((head) => live.nameOf(head)) || heads[0]));
+    live.look(...live.opening(heads.find((head) => Boolean(live.nameOf(head)) !== Boolean(step.even)) || heads[0]));
     const now = new Facts(live);
     Object.assign(this.word.input, { max: now.T - 1, value: now.q });
     this.word.show();

@@ -421,6 +421,12 @@ def test_each_step_is_read_and_answered_by_keyboard_alone(show: Any, page_file: 
         page.keyboard.press("Shift+Tab")
     page.get_by_role("button", name="End the story").click()
     assert page.locator(".cattn-controls label").count() == groups
+    page.get_by_role("link", name="3 mask").click()
+    page.get_by_role("button", name="numbers").click()
+    assert page.locator(".cattn-controls label").count() == groups
+    page.get_by_role("button", name="a sentence").click()
+    page.get_by_role("link", name="6 output").click()
+    page.get_by_role("button", name="End the story").click()
     assert page.evaluate("() => document.activeElement.textContent") == "6 output"
     assert page.evaluate("() => document.getElementById('view').live.options.window") == 0
 

@@ -74,8 +74,8 @@ that fetches nothing. Needs no other package.
   cattn view w.npy -o live.html --live q.npy k.npy v.npy
 
 Weights have the shape (T_q, T_k), (H, T_q, T_k), or more batch dimensions before the heads, from which --entry chooses.
-With --layers the first of four dimensions are the layers of one text. With --live the page computes the weights anew from
-queries, keys and values, and its reader can change the mask, the temperature and dropout."""
+With --layers the first of four dimensions are the layers of one text. With --live the page computes the weights anew
+from queries, keys and values, and its reader can change the mask, the temperature and dropout."""
 
 
 def _add_view_arguments(parser: argparse.ArgumentParser) -> None:

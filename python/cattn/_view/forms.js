@@ -16,6 +16,7 @@ class Lane {
     const at = (event) => event.target.closest && event.target.closest("[data-at]");
     this.text.addEventListener("pointerover", (event) => at(event) && point(Number(at(event).dataset.at), "hover"));
     this.text.addEventListener("click", (event) => at(event) && point(Number(at(event).dataset.at), event.shiftKey ? "add" : "tap"));
+    this.text.addEventListener("mousedown", (event) => event.shiftKey && event.preventDefault()); // it would select the text
     this.text.addEventListener("keydown", (event) => this.press(event));
     this.shown = "";
   }

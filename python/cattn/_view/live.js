@@ -220,7 +220,10 @@ class LiveView {
     this.given.replaceChildren(...(this.source.element ? [this.source.element] : []));
     this.next.replaceChildren(...(this.source.next ? [this.source.next] : []));
     this.padding.label.hidden = this.padded.label.hidden = !this.source.pads;
-    if (this.story) this.story.element.hidden = !this.source.pads;
+    if (this.story) {
+      this.story.tell(0); // its control is one of the other input, too
+      this.story.element.hidden = !this.source.pads;
+    }
     this.renew(true, true);
   }
 
@@ -262,7 +265,7 @@ class LiveView {
   makeStages() {
     this.stages = Object.entries(STAGES).map(([stage, words]) =>
       make("button", { type: "button", "data-stage": stage, onclick: () => this.setStage(stage) }, words));
-    const link = make("button", { type: "button", class: "cattn-link", onclick: () => this.copyLink() }, "Copy a link");
+    const link = make("button", { type: "button", class: "cattn-link", hidden: location.protocol === "about:", onclick: () => this.copyLink() }, "Copy a link");
     const copy = make("button", { type: "button", class: "cattn-copy", onclick: () => this.copy() }, "Copy as Python");
     this.details = make("details", { ontoggle: () => this.showProgram() }, make("summary", {}, "The program"), this.program);
     return make("div", { class: "cattn-stages" },
@@ -426,18 +429,20 @@ class LiveView {
     const { sizes: { T_q, T_k, heads }, tokens, query_tokens: queries } = this.source;
     const offset = Math.max(T_k - T_q, 0);
     const all = this.layers.flatMap((_, layer) => Array.from({ length: heads }, (__, i) => [layer, i]));
-    const largest = (of) => sum(Array.from({ length: T_q }, (_, q) => this.row(of, "weights", q).reduce((a, b) => Math.max(a, b), 0)), (x) => x);
+    const largest = (of) => sum([...Array(T_q).keys()], (q) => this.row(of, "weights", q).reduce((a, b) => Math.max(a, b), 0));
     const best = (list, size) => list.reduce((a, b) => (size(b) > size(a) ? b : a));
     const named = all.filter((of) => this.nameOf(of));
     const order = Object.keys(NAMES);
     const chosen = head || (named.length ? best(named, (of) => -order.indexOf(this.nameOf(of))) : best(all, largest));
-    const rule = NAMES[this.nameOf(chosen)] || ((q) => Array.from({ length: T_k }, (_, k) => k).filter((k) => k !== q + offset));
+    const rule = NAMES[this.nameOf(chosen)] || ((q) => [...Array(T_k).keys()].filter((k) => k !== q + offset));
     const isWord = (q) => !tokens || /[\p{L}\p{N}]/u.test(queries ? queries[q] : tokens[q + offset]);
     const same = sameBefore(tokens, T_q);
     let found = [chosen, -1, -1, 0];
     for (let q = T_q > 2 ? Math.floor(T_q / 2) : 0; q < T_q; q++) {
       const weights = this.row(chosen, "weights", q);
-      for (const k of isWord(q) ? rule(q, same[q]) : []) if (weights[k] > 0 && weights[k] >= found[3]) found = [chosen, q, k, weights[k]];
+      for (const k of isWord(q) ? rule(q, same[q]) : []) {
+        if (weights[k] > 0 && weights[k] >= found[3]) found = [chosen, q, k, weights[k]];
+      }
     }
     return found.slice(0, 3);
   }
@@ -473,6 +478,7 @@ class LiveView {
     for (const [name, { input: each }] of Object.entries({ ...this.controls, padding: this.padding, hidden: this.padded })) {
       if (!parts.has(name)) continue;
       const value = parts.get(name);
+      each.closest("details").open = true;
       if (each.type === "checkbox") each.checked = value === "true";
       else if (name !== "method" || value === "renormalize") each.value = value === "off" ? each.min : value;
       if (name in this.controls) this.read(name);
@@ -583,5 +589,7 @@ class FixedSource {
 
 async function showLive(info, bytes, core, element) {
   const sources = [new FixedSource(info, bytes)];
-  element.live = new LiveView({ core: await Core.start(core), sources, element, title: info.title, options: info.options });
+  const heading = info.heading ? [make("h1", {}, info.heading)] : [];
+  const { title, options } = info;
+  element.live = new LiveView({ core: await Core.start(core), sources, element, title, options, heading });
 }

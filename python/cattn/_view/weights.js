@@ -21,8 +21,12 @@ class WeightsView extends View {
     });
     const partner = (q) => (this.info.shared ? q + this.info.offset : this.at.k);
     const owner = (k) => (this.info.shared && k >= this.info.offset ? k - this.info.offset : this.at.q);
-    const pointQuery = (q, how) => (how === "add" ? this.add("q", q) : this.point(q, partner(q), how));
-    const pointKey = (k, how) => (how === "add" ? this.add("k", k) : this.point(owner(k), k, how));
+    // Each text shows the sum of the tokens that are marked in it: of the rows above, of the columns below.
+    const { shared, offset } = this.info;
+    const addQuery = (q) => (shared ? this.add("k", q + offset) : this.add("q", q));
+    const addKey = (k) => (shared && k >= offset ? this.add("q", k - offset) : this.add("k", k));
+    const pointQuery = (q, how) => (how === "add" ? addQuery(q) : this.point(q, partner(q), how));
+    const pointKey = (k, how) => (how === "add" ? addKey(k) : this.point(owner(k), k, how));
     this.lines = new Lines({ point: (kind, at, how) => (kind === "query" ? pointQuery(at, how) : pointKey(at, how)) });
     this.steps = this.makeSteps((k, how) => this.point(this.at.q, k, how));
     this.form = "map";
@@ -38,7 +42,7 @@ class WeightsView extends View {
     this.zooms = this.zoomButtons((factor) => this.map.zoomBy(factor));
     this.bar = make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null, this.formButtons(), this.fileButtons());
     this.hint = make("p", { class: "cattn-hint" }, "Point at a token or a cell to see its weights; a click holds it. Shift and a "
-      + "click, or Shift and an arrow key, mark several tokens of a text, and show their sum. Drag over the map, or press + and "
+      + "click, or Shift and an arrow key, mark several tokens of a text, which then shows their sum. Drag over the map, or press + and "
       + "−, to zoom. Arrow keys move.");
     this.tables = make("div", { class: "cattn-tables" }, ...this.largest.map((table) => table.element));
     this.columns_ = (...parts) => make("div", { class: many ? "cattn-columns" : "cattn-columns cattn-single" }, many ? this.makeHeads() : null, ...parts);
@@ -427,9 +431,12 @@ class WeightsView extends View {
     const [query, key] = [several(queries, (i) => this.queryName(i)), several(keys, (i) => this.keyName(i))];
     setText(this.keyLane.title, `Keys that query ${query} looks at`);
     setText(this.queryLane.title, `Queries that look at key ${key}`);
-    const asking = this.info.shared ? queries.map((i) => i + this.info.offset) : [];
-    this.keyLane.paint(row, scale, k, (x) => this.text(x), keys, asking);
-    this.queryLane.paint(column, scale, q, (x) => this.text(x), queries);
+    const { shared, offset } = this.info;
+    const asking = shared ? queries.map((i) => i + offset) : [];
+    const above = shared && this.held.q.length ? asking : keys;
+    const below = shared && this.held.k.length ? keys.map((i) => i - offset) : queries;
+    this.keyLane.paint(row, scale, above.at(-1), (x) => this.text(x), above, asking);
+    this.queryLane.paint(column, scale, below.at(-1), (x) => this.text(x), below);
     this.showStatus(query, key, sum(keys.map(row)));
     if (this.form === "steps") {
       const { k0, k1 } = T_k <= MOST_TOKENS ? { k0: 0, k1: T_k } : this.window;
