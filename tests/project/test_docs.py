@@ -251,6 +251,17 @@ def test_the_heads_of_the_live_page_look_where_it_says() -> None:
     assert (logits[8:15].argmax(-1) == words[1:]).mean() > 0.5
 
 
+def test_the_examples_of_the_live_page_work() -> None:
+    """After the repetition "mat" is one of the five next words; the sentence of the book keeps its words."""
+    sentences = re.findall(r'^  "[a-z ]+": "(.*)",$', (ROOT / "docs/live/gpt.js").read_text("utf-8"), re.MULTILINE)
+    repetition, book = (next(text for text in sentences if text.startswith(word)) for word in ("The cat", "Your"))
+    logits = LIVE(PIECES.encode(repetition))[-1]
+    assert b" mat" in [PIECES[i] for i in np.argsort(logits)[-5:]]
+    assert [PIECES[i].decode() for i in PIECES.encode(book)] == [f" {word}" for word in book.split()]
+    for text in sentences:
+        assert len(PIECES.encode(text)) == len(re.findall(r"\w+|[^\w ]", text))
+
+
 def test_the_live_page_gets_the_model_that_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("tokenizers")

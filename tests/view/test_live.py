@@ -464,7 +464,8 @@ def test_a_link_opens_a_step_or_what_was_shown(show: Any, page_file: Path, brows
     )
     until(again, "document.getElementById('view').live.view.form === 'steps'")
     options, _, stage, chosen, _, padding = again.evaluate(shown)
-    assert (stage, padding, chosen) == ("weights", "8", [[1, 0]])
+    assert (stage, padding) == ("weights", "8")
+    assert chosen in ([[0, 0]], [[1, 0]])  # a head that has a name
     assert options["method"] == "neg_inf"
     assert all(0 <= options[name] <= 20 for name in ("temperature", "softcap", "seed"))
     assert again.evaluate(f"() => {PROBLEM}") == ""
