@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from cattn._view._page import LIVE_SCRIPTS, SCRIPTS, core, fill
+from cattn._view._page import LIVE_SCRIPTS, core, fill
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
 MODEL = HERE / "live_gpt.npz"
 
-from small_gpt import WORD, load  # noqa: E402 - in examples/
+from small_gpt import LINE, WORD, load  # noqa: E402 - in examples/
 
 START = 'showPage(state, await packed("model"), await packed("core"), document.getElementById("view"));'
 
@@ -43,6 +43,7 @@ def model() -> tuple[dict[str, Any], bytes]:
         if f"{name} scale" in read:
             arrays[name]["scales"] = place(read[f"{name} scale"])
     state = {
+        "heading": "Attention, live",
         "model": {
             "heads": gpt.heads,
             "layers": gpt.layers,
@@ -50,9 +51,10 @@ def model() -> tuple[dict[str, Any], bytes]:
             "arrays": arrays,
         },
         "tokenizer": {
-            "pieces": [list(piece) for piece in pieces],
+            "pieces": [piece.decode("latin-1") for piece in pieces],
             "merges": [[a, b, pieces.index(pieces[a] + pieces[b])] for a, b in pieces.merges],
             "pattern": WORD,
+            "line": LINE,
         },
     }
     return state, data
@@ -62,7 +64,6 @@ def write(folder: Path) -> None:
     """Compile the core if it is not up to date, and write the page."""
     subprocess.run([sys.executable, HERE.parent / "tools" / "live"], check=True)
     state, data = model()
-    more = (HERE / "live" / "gpt.js").read_text(encoding="utf-8")
-    scripts = SCRIPTS + LIVE_SCRIPTS
-    page = fill("Attention, live", state, {"model": data, "core": core()}, scripts, START, more)
+    more = "\n".join((HERE / "live" / name).read_text(encoding="utf-8") for name in ("gpt.js", "story.js"))
+    page = fill(state["heading"], state, {"model": data, "core": core()}, LIVE_SCRIPTS, START, more)
     (folder / "live.html").write_text(page, encoding="utf-8")

@@ -4,7 +4,8 @@ It reads three kinds of passages: sentences from the docstrings of installed pac
 of sentences, and random words that are repeated. To tell these, a head must know the token before each token, and a
 head of the next layer look at what came after the same word. Such heads form in long trainings; here the loss has a
 term that asks the first head of each layer for it, less and less until half of the steps, and hardly from there on. The
-training is the same each time with the same versions of the packages. It needs PyTorch and tokenizers.
+training is the same each time with the same versions of the packages. It needs PyTorch, tokenizers and wordfreq, which
+tells the commonest words of English: these are whole pieces, so that a sentence of a teacher keeps its words.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ FILLED = {
     "went": "ran walked went came jumped",
     "time": "morning evening night day summer winter",
 }
+WORDS = re.compile("[A-Za-z]+")
+MORE_WORDS = "matrix code attention Attention data Data model models query key value animal token tokens sentence"
 PATTERNS = """
 {A} sat on the {place}.|{A} sat on the {color} {place}.|{A} was {mood}.|{A} was very {mood}.|{A} {did} {b}.
 {A} and {b} played with the {thing}.|{A} and {b} went to the {room}.|{A} {went} to the {room}.|Then {a} {went} away.
@@ -59,7 +62,7 @@ The {thing} was on the {place}.|The {thing} was {color}.|{A} gave the {thing} to
 {A} lived in a {color} house near the {room}.|Once there was {one}.|{B} sat on the {place}, too.
 There was {one} in the {room}.
 When {a} {did} {b}, {he} was {mood}.|{A} could not find the {thing}.|{A} took the {thing} and {went} to the {room}.
-The quick brown fox jumps over the lazy dog.
+The quick brown fox jumps over the lazy dog.|Your journey starts with one step.
 """.strip().replace("\n", "|")
 
 
@@ -98,7 +101,7 @@ def documentation() -> Iterator[str]:
 
 
 def stories(count: int, rng: random.Random) -> Iterator[str]:
-    """Return short stories about two beings."""
+    """Return short stories about two beings, which tell some of their sentences again."""
     patterns, filled = PATTERNS.split("|"), {name: words.split() for name, words in FILLED.items()}
 
     def being() -> tuple[str, str, str]:
@@ -117,22 +120,45 @@ def stories(count: int, rng: random.Random) -> Iterator[str]:
         told = []
         for pattern in rng.sample(patterns, rng.randint(2, 12)):
             told.append(pattern.format(**beings, one=one, **{name: rng.choice(pair) for name, pair in words.items()}))
+            if rng.random() < 0.3:
+                told.append(rng.choice(told))
         yield " ".join(told)
 
 
-def trained_pieces(texts: Iterable[str], size: int) -> Pieces:
-    """Return the bytes and the most frequent pieces of words, `size` in all; a byte is the character of its number."""
-    tokenizer = Tokenizer(models.BPE())
+def common_words() -> list[str]:
+    """Return some thousand words of English in small letters, the commonest first."""
+    import wordfreq
+
+    return list(wordfreq.top_n_list("en", 4000))
+
+
+def whole_words(told: list[str], read: list[str]) -> list[str]:
+    """Return the words that are to be one piece each, the most important first: of the stories, then of English.
+
+    The documentation tells whether a word has a capital letter, and leaves out what no page should show.
+    """
+    heard, seen = ({word: word for text in texts for word in WORDS.findall(text)} for texts in (told, read))
+    common = [word for each in common_words() if (word := seen.get(each, seen.get(each.title(), "")))]
+    words = dict.fromkeys([*heard, *(word.title() for word in common[:100]), *MORE_WORDS.split(), *common])
+    return [f" {word}" for word in words]
+
+
+def trained_pieces(texts: Iterable[str], words: list[str], merges: int, size: int) -> Pieces:
+    """Return `size` pieces: the bytes, the most frequent pieces of words that are not in the list, and words of it.
+
+    The tokenizer writes a byte as the character of its number.
+    """
+    tokenizer, whole = Tokenizer(models.BPE()), set(words)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "isolated")
     alphabet = [chr(byte) for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((text.encode().decode("latin-1") for text in texts), trainer)
+    trainer = trainers.BpeTrainer(vocab_size=256 + merges, initial_alphabet=alphabet, show_progress=False)
+    others = (word for text in texts for word in re.findall(WORD, f" {text}") if word not in whole)
+    tokenizer.train_from_iterator((word.encode().decode("latin-1") for word in others), trainer)
     found = json.loads(tokenizer.to_str())["model"]
-    pieces, merges = found["vocab"], found["merges"]
-    return Pieces(
-        [piece.encode("latin-1") for piece in sorted(pieces, key=pieces.get)],
-        [[pieces[a], pieces[b]] for a, b in merges],
-    )
+    pieces = found["vocab"]
+    parts = [piece.encode("latin-1") for piece in sorted(pieces, key=pieces.get)]
+    parts += [word for word in map(str.encode, words) if word not in set(parts)][: size - len(parts)]
+    return Pieces(parts, [[pieces[a], pieces[b]] for a, b in found["merges"]])
 
 
 class Passages:
@@ -176,14 +202,14 @@ def check(path: str, texts: list[str]) -> None:
     print(f"bits per byte of other documentation: {-np.log2(probabilities, dtype=np.float64).sum() / size:.3f}")
     sentences = [pieces.encode(text)[: model.context] for text in texts[:100]]
     before = np.mean([model.attention_weights(ids).diagonal(-1, -2, -1).mean(-1) for ids in sentences], axis=0)
-    words = [i for i, piece in enumerate(pieces) if re.fullmatch(rb" [a-z]{3,}", piece)][::16]
+    words = [i for i, piece in enumerate(pieces) if re.fullmatch(rb" [a-z]{3,}", piece)][::32]
     after = model.attention_weights(words * 2).diagonal(1 - len(words), -2, -1)[..., 1:].mean(-1)
     for what, weights in (("the token before", before), ("what came after the same word", after)):
         layer, head = np.unravel_index(weights.argmax(), weights.shape)
         print(f"layer {layer}, head {head} looks at {what}: mean weight {weights[layer, head]:.2f}")
 
 
-def train(path: str, steps: int, vocabulary: int = 1024, tales: int = 20_000, seed: int = 0) -> None:
+def train(path: str, steps: int, vocabulary: int = 2048, merges: int = 256, tales: int = 20_000, seed: int = 0) -> None:
     """Train on one thread, save the model, and print what it learned. Of the documentation, 2 % are for the check."""
     torch.set_num_threads(1)
     order = random.Random(seed)
@@ -191,10 +217,11 @@ def train(path: str, steps: int, vocabulary: int = 1024, tales: int = 20_000, se
     order.shuffle(sentences)
     told = list(stories(tales, order))
     aside = len(sentences) // 50
-    pieces = trained_pieces(sentences[aside:] + told[:4000], vocabulary)
+    words = whole_words(told, sentences)
+    pieces = trained_pieces(sentences[aside:] + told[:4000], words, merges, vocabulary)
     read, heard = Passages(sentences[aside:], pieces), Passages(told, pieces)
     print(f"{len(read.ids)} tokens of documentation, {len(heard.ids)} of stories, {len(pieces)} different ones")
-    words = np.array([i for i, piece in enumerate(pieces) if re.fullmatch(rb" [a-z]+", piece)])
+    known = np.array([i for i, piece in enumerate(pieces) if re.fullmatch(rb" [a-z]+", piece)])
 
     model = GPT(64, 4, 2, 128, seed, vocabulary)
     W = {name: torch.tensor(weight, requires_grad=True) for name, weight in model.weights.items()}
@@ -207,8 +234,8 @@ def train(path: str, steps: int, vocabulary: int = 1024, tales: int = 20_000, se
         for group in optimizer.param_groups:
             group["lr"] = rate
         periods = rng.integers(3, tokens // 2, 6)
-        repeated = [np.resize(rng.choice(words, n), (1, tokens)) for n in periods]
-        ids = torch.tensor(np.concatenate([read.draw(18, tokens, rng), heard.draw(8, tokens, rng), *repeated]))
+        repeated = [np.resize(rng.choice(known, n), (1, tokens)) for n in periods]
+        ids = torch.tensor(np.concatenate([read.draw(9, tokens, rng), heard.draw(9, tokens, rng), *repeated]))
         logits, (back, same) = forward(W, model.heads, ids[:, :-1])
         losses = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         after = [weights.diagonal(1 - int(n))[1:] for weights, n in zip(same[-6:], periods, strict=True)]
@@ -218,7 +245,7 @@ def train(path: str, steps: int, vocabulary: int = 1024, tales: int = 20_000, se
         torch.nn.utils.clip_grad_norm_(W.values(), 1.0)
         optimizer.step()
         if (step + 1) % 200 == 0:
-            kinds = [f"{part.mean():.3f}" for part in losses.detach().split([18, 8, 6])]
+            kinds = [f"{part.mean():.3f}" for part in losses.detach().split([9, 9, 6])]
             print(f"step {step + 1}: losses of the three kinds {', '.join(kinds)}", flush=True)
     model.weights = {name: weight.detach().numpy() for name, weight in W.items()}
     save(path, model, pieces)

@@ -174,27 +174,30 @@ class GPT:
 
 # A word with the space before it, a number, other signs, or white space. JavaScript reads the pattern alike, in UTF-16.
 WORD = r" ?[A-Za-z]+| ?[0-9]+| ?[^ \t\n\r\f\vA-Za-z0-9]+|[ \t\n\r\f\v]+"
+LINE = r"(^|\n)(?=[A-Za-z])"
 
 
 class Pieces(list[bytes]):
     """The bytes of each token; the first 256 are the single bytes.
 
-    A text is cut into words by `WORD`, and each word into bytes in UTF-8. Of the pairs of `merges` that are neighbours
-    in a word, the first in that list is joined, wherever it is in the word, from left to right; and again, until no
-    pair is left.
+    A letter that begins a line gets a space before it: the first word is the piece that it is elsewhere. A text is cut
+    into words by `WORD`. A word that is a piece is one token; another is cut into bytes in UTF-8: of the pairs of
+    `merges` that are neighbours in the word, the first in that list is joined, wherever it is in the word, from left to
+    right; and again, until no pair is left.
     """
 
     def __init__(self, pieces: Sequence[bytes], merges: Sequence[Sequence[int]]) -> None:
         super().__init__(pieces)
-        index = {piece: i for i, piece in enumerate(pieces)}
+        self._index = index = {piece: i for i, piece in enumerate(pieces)}
         self.merges = [(int(a), int(b)) for a, b in merges]
         self._joined = {pair: (rank, index[self[pair[0]] + self[pair[1]]]) for rank, pair in enumerate(self.merges)}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         tokens = list[int]()
-        for word in re.findall(WORD, text):
-            ids = list(word.encode())
+        for word in re.findall(WORD, re.sub(LINE, r"\1 ", text)):
+            whole = self._index.get(word.encode())
+            ids = list(word.encode()) if whole is None else [whole]
             while pairs := [pair for pair in pairwise(ids) if pair in self._joined]:
                 first = min(pairs, key=self._joined.__getitem__)
                 i, joined = 0, self._joined[first][1]

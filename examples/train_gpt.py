@@ -141,6 +141,6 @@ if __name__ == "__main__":
     if found.page:
         import page_gpt
 
-        page_gpt.train(found.page, found.steps or 3600)
+        page_gpt.train(found.page, found.steps or 3200)
     else:
         compare(found.steps or 100, found.tokens)

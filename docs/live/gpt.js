@@ -1,12 +1,14 @@
 // The sources of the live page: a tiny GPT that reads a sentence, and numbers that the reader types.
 
-// Byte-level pairs: a word with the space before it is bytes, and the pair that was learnt first is merged first.
+// A word with the space before it is one piece if it is known as a whole, and else pieces of its bytes: the pair that was
+// learnt first is merged first.
 class Tokenizer {
-  constructor({ pieces, merges, pattern }) {
-    this.pieces = pieces.map((piece) => Uint8Array.from(piece));
+  // pieces: the texts of the tokens, each byte as the character of its number.
+  constructor({ pieces, merges, pattern, line }) {
+    this.pieces = pieces.map((piece) => Uint8Array.from(piece, (letter) => letter.charCodeAt(0)));
     this.words = new RegExp(pattern, "gu");
-    this.bytes = new Map();
-    this.pieces.forEach((piece, id) => piece.length === 1 && this.bytes.set(piece[0], id));
+    this.line = new RegExp(line, "gu");
+    this.whole = new Map(pieces.map((piece, id) => [piece, id]));
     this.merges = merges;
     this.ranks = new Map(merges.map(([a, b], rank) => [a * 65536 + b, rank]));
     this.known = new Map();
@@ -14,11 +16,17 @@ class Tokenizer {
 
   encode(text) {
     const ids = [];
-    for (const [word] of text.matchAll(this.words)) {
-      if (!this.known.has(word)) this.known.set(word, this.merge(Array.from(new TextEncoder().encode(word), (byte) => this.bytes.get(byte))));
-      ids.push(...this.known.get(word));
+    for (const [word] of text.replace(this.line, "$1 ").matchAll(this.words)) {
+      if (!this.known.has(word)) this.known.set(word, this.pieceOf(word));
+      for (const id of this.known.get(word)) ids.push(id);
     }
     return ids;
+  }
+
+  pieceOf(word) {
+    const letters = Array.from(new TextEncoder().encode(word), (byte) => String.fromCharCode(byte));
+    const whole = this.whole.get(letters.join(""));
+    return whole === undefined ? this.merge(letters.map((letter) => this.whole.get(letter))) : [whole];
   }
 
   // Joins the pairs in the order of their ranks, each from left to right. A joined pair is a part of later ones only, so
@@ -113,25 +121,39 @@ class GPT {
 }
 
 const SENTENCES = {
-  "a story": "The dog was tired because the cat sat on the box. Then the fox went to the house, and it was happy.",
   "a repetition": "The cat sat on the mat. The dog sat on the box. The cat sat on the",
-  "random words": "small fox house matrix bird code small fox house matrix bird code small fox house matrix",
+  "the book": "Your journey starts with one step",
+  "a story": "The dog was tired because the cat sat on the box. Then the fox went to the house, and it was happy.",
+  "at random": "small fox house matrix bird code small fox house matrix bird code small fox house matrix",
 };
+const MOST_NEXT = 5;
 
 class SentenceSource {
-  constructor(model, tokenizer, text) {
-    Object.assign(this, { name: "sentence", words: "a sentence", model, tokenizer, pads: true });
+  constructor(model, tokenizer) {
+    Object.assign(this, { name: "sentence", words: "a sentence", model, tokenizer, pads: true, plain: true });
     this.input = make("textarea", { id: "sentence", rows: 2, maxlength: 20000, spellcheck: "false", oninput: () => this.changed() });
-    this.input.value = text;
+    [this.input.value] = Object.values(SENTENCES);
+    this.inputs = { sentence: this.input };
     const buttons = Object.entries(SENTENCES).map(([words, sentence]) => make("button", {
       type: "button", onclick: () => {
         this.input.value = sentence;
-        this.changed();
+        this.changed(true);
       },
     }, words));
-    this.element = make("div", {}, make("label", { for: "sentence" }, `A sentence of at most ${model.context} tokens, which a tiny GPT reads `), this.input,
-      make("span", { class: "cattn-next" }, "or", ...buttons));
-    this.after = make("p", { class: "cattn-next", "aria-live": "polite" });
+    this.element = make("div", {}, make("label", { for: "sentence", class: "unseen" }, `A sentence of at most ${model.context} tokens, which a tiny GPT reads`),
+      this.input, make("span", { class: "cattn-next" }, "Try", ...buttons));
+    this.choices = Array.from({ length: MOST_NEXT }, () => {
+      const choice = make("button", { type: "button", title: "append this word", onclick: () => {
+        this.input.value += choice.text;
+        this.changed();
+      } }, make("bdi"), make("span"));
+      return choice;
+    });
+    this.next = make("p", { class: "cattn-next", "aria-live": "polite" }, "Next word:", ...this.choices);
+  }
+
+  get texts() {
+    return { sentence: this.input.value };
   }
 
   run(options, pads, core) {
@@ -141,7 +163,7 @@ class SentenceSource {
     this.note = all.length > most ? `The model reads ${most} tokens: the text has ${all.length}, of which the first are shown.`
       : all.length ? "" : "Type a sentence.";
     const padded = [...Array(pads).fill(0), ...ids];
-    this.tokens = [...Array(pads).fill("pad"), ...ids.map((id) => this.tokenizer.text(id))];
+    this.tokens = [...Array(pads).fill("[pad]"), ...ids.map((id) => this.tokenizer.text(id))];
     const [T, D] = [padded.length, this.model.width / this.model.heads];
     this.sizes = { heads: this.model.heads, T_q: T, T_k: T, D, D_v: D };
     const { layers, logits } = this.model.run(padded, pads, core, options);
@@ -150,15 +172,15 @@ class SentenceSource {
     return layers;
   }
 
-  // The tokens that may come next, by the softmax of the logits.
+  // The tokens that may come next, by the softmax of the logits. The buttons stay, and so does the focus on one of them.
   show(logits) {
-    const best = softmaxOf(Array.from(logits)).map((p, id) => [p, id]).sort((a, b) => b[0] - a[0]).slice(0, 5);
-    this.after.replaceChildren("Next token: ", ...best.map(([p, id]) => make("button", {
-      type: "button", title: "append this token", "data-id": id, onclick: () => {
-        this.input.value += this.tokenizer.text(id);
-        this.changed();
-      },
-    }, make("bdi", {}, visible(this.tokenizer.text(id))), ` ${Math.round(100 * p)} %`)));
+    const best = softmaxOf(Array.from(logits)).map((p, id) => [p, id]).sort((a, b) => b[0] - a[0]).slice(0, MOST_NEXT);
+    best.forEach(([p, id], i) => {
+      this.choices[i].text = this.tokenizer.text(id);
+      this.choices[i].dataset.id = id;
+      setText(this.choices[i].firstChild, visible(this.choices[i].text).replace(/^·(?=.)/, ""));
+      setText(this.choices[i].lastChild, ` ${Math.round(100 * p)} %`);
+    });
   }
 }
 
@@ -189,8 +211,13 @@ function rowOf(text, name) {
   });
 }
 
+const MOST_NUMBERS = 2 ** 17; // of one array, so that an answer comes at once
+
 // Rows of numbers, as NumPy prints them or as they are copied from a table: a row ends with its bracket, or else its line.
 function matrixOf(text, name) {
+  const count = (text.match(/[^\s,;[\]]+/g) || []).length;
+  const [found, most] = [count, MOST_NUMBERS].map((n) => n.toLocaleString("en"));
+  if (count > MOST_NUMBERS) throw new Error(`${name} has ${found} numbers, of at most ${most} that this page reads`);
   const list = text.replace(/^\s*(array|tensor)\(|(,\s*dtype=[\w.]+)?\s*\)\s*$/g, "");
   const rows = list.includes("[") ? list.split("]").map((row) => row.replace(/^\s*,?[\s[]*/, "")) : list.split(/\n/);
   const numbers = rows.map((row) => row.trim()).filter(Boolean).map((row) => rowOf(row, name));
@@ -205,7 +232,7 @@ class NumbersSource {
   constructor() {
     Object.assign(this, { name: "numbers", words: "numbers", tokens: null });
     const area = (name, text, words) => {
-      const input = make("textarea", { id: `numbers-${name}`, rows: 6, spellcheck: "false", oninput: () => this.changed() });
+      const input = make("textarea", { id: `numbers-${name}`, rows: text ? 6 : 2, spellcheck: "false", oninput: () => this.changed() });
       input.value = text;
       return [input, make("div", {}, make("label", { for: `numbers-${name}` }, words), input)];
     };
@@ -213,6 +240,10 @@ class NumbersSource {
       area("query", BOOK, "query, a row for each token"), area("key", "", "key, if it is not the query"), area("value", "", "value, if it is not the key")];
     this.inputs = { query, key, value };
     this.element = make("div", { class: "cattn-tables" }, first, second, third);
+  }
+
+  get texts() {
+    return Object.fromEntries(Object.entries(this.inputs).map(([name, { value }]) => [name, value]));
   }
 
   run() {
@@ -229,9 +260,10 @@ class NumbersSource {
   }
 }
 
-async function showPage({ model, tokenizer }, weights, core, element) {
-  const sentence = new SentenceSource(new GPT(model, weights), new Tokenizer(tokenizer), SENTENCES["a story"]);
+async function showPage({ model, tokenizer, heading }, weights, core, element) {
+  const sources = [new SentenceSource(new GPT(model, weights), new Tokenizer(tokenizer)), new NumbersSource()];
   element.live = new LiveView({
-    core: await Core.start(core), sources: [sentence, new NumbersSource()], element, title: "Attention, live", options: {},
+    core: await Core.start(core), sources, element, title: heading, story: (live) => new Story(live),
+    heading: [make("h1", {}, heading), make("p", { class: "cattn-lead" }, "Each word asks: which earlier words matter to me?")],
   });
 }

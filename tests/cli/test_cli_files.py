@@ -512,6 +512,9 @@ def test_view_writes_a_page_of_one_entry(folder: Path, capsys: pytest.CaptureFix
     assert "\\u003cf>" in page
     assert main(["view", "w.npy", "-o", "b.html", "--layers", "--quiet"]) == 0
     assert '"n_layers": 2' in Path("b.html").read_text("utf-8")
+    if (Path(cattn.__file__).parent / "_view/core.wasm").exists():
+        assert main(["view", "w.npy", "-o", "c.html", "--entry", "1", "--live", "q.npy", "k.npy", "v.npy"]) == 0
+        assert '"causal": true' in Path("c.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -521,6 +524,7 @@ def test_view_writes_a_page_of_one_entry(folder: Path, capsys: pytest.CaptureFix
         (["w.npy", "-o", "none/a.html"], "there is no such directory"),
         (["w.npy", "-o", "a.html", "--entry", "3"], r"--entry must be from 0 to 1 for shape (2, 3, 6, 6), got 3"),
         (["w.npy", "-o", "a.html", "--entry", "0", "--layers"], "--entry and --layers do not go together"),
+        (["w.npy", "-o", "a.html", "--live", *["w.npy"] * 4], "give query, key and value, or one file of all, got 4"),
         (["w.npy", "-o", "a.html", "--tokens", "a"], "tokens must name 6 tokens, got 1 (weights: w.npy)"),
     ],
 )

@@ -306,11 +306,17 @@ def test_the_mask_is_edited_by_pointer_and_keyboard(core: bytes, show: Any, tmp_
     weights = cattn.attention_weights(arrays["query"], arrays["key"], is_causal=True)
     cattn.view_attention(weights, TOKENS, **arrays, live=True).save(tmp_path / "live.html")
     page = show(tmp_path / "live.html")
+    for group in ("Mask", "Scores"):
+        page.locator("summary", has_text=group).click()
     page.get_by_role("button", name="Edit the mask").click()
     page.focus(".cattn-map")
-    for key in ("End", "ArrowLeft", "Enter"):  # of the last query
+    for key in ("PageDown", "End", "ArrowLeft", "Enter"):  # of the last query
         page.keyboard.press(key)
     until(page, "document.getElementById('view').live.options.cells.includes('5,4')")
+    until(page, "document.querySelector('.cattn-status').textContent.includes('hidden by hand, in all heads')")
+    for key in ("ArrowUp", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    until(page, "document.querySelector('.cattn-status').textContent.includes('hidden: it comes later')")
     page.get_by_role("button", name="Done").click()
     page.get_by_role("slider", name="temperature").fill("2")
     page.get_by_role("slider", name="softcap").press("ArrowRight")
@@ -331,6 +337,170 @@ def test_the_mask_is_edited_by_pointer_and_keyboard(core: bytes, show: Any, tmp_
 
 
 @needs_browser
+def test_a_query_without_keys_says_so_and_the_steps_write_out_the_score(core: bytes, show: Any, tmp_path: Path) -> None:
+    arrays = operands(heads=1)
+    weights = cattn.attention_weights(arrays["query"], arrays["key"], is_causal=True)
+    cattn.view_attention(weights, TOKENS, **arrays, live=True).save(tmp_path / "live.html")
+    page = show(tmp_path / "live.html")
+    page.get_by_role("button", name="step by step").click()
+    page.locator(".cattn-steps tbody tr").nth(2).click()
+    q = page.evaluate("() => document.getElementById('view').live.view.at.q")
+    until(page, "document.querySelectorAll('.cattn-terms').length === 2")
+    terms, score = page.locator(".cattn-terms").first.inner_text().replace("−", "-").split(" = ")
+    products = [[float(x.strip("()")) for x in term.split(" × ")] for term in terms.split(" + ")]
+    np.testing.assert_allclose(products, np.transpose([arrays["query"][0, q], arrays["key"][0, 2]]), atol=6e-3)
+    right = arrays["query"][0, q] @ arrays["key"][0, 2]
+    assert float(score) == pytest.approx(right, abs=6e-4)
+    line = page.locator(".cattn-terms").last.inner_text().replace("−", "-")
+    assert f"{right:.3f} / √8 = {right / 8**0.5:.3f}, " in line
+    assert line.endswith(f"/ sum = {weights[0, q, 2]:.3f}")
+    page.evaluate("() => { const { live } = document.getElementById('view'); live.toggle(0, 0); live.update(); }")
+    page.evaluate("() => { const { live } = document.getElementById('view'); live.look([0, 0], 0, 0); }")
+    until(page, "document.querySelector('.cattn-status').textContent.includes('this query sees no key')")
+    assert "sees no key: all its weights are 0" in page.inner_text(".cattn-steps")
+
+
+# ---- the page as a lesson --------------------------------------------------------------------------------------------
+@needs_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_first_screen_shows_title_sentence_text_next_word_and_map(
+    show: Any, page_file: Path, width: int, theme: str
+) -> None:
+    assert page_file.stat().st_size <= 600_000
+    page = show(page_file, viewport={"width": width, "height": 800}, color_scheme=theme)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    words = ["Attention, live", "Each word asks: which earlier words matter to me?", "Next word:"]
+    parts = [page.get_by_text(text).first for text in words]
+    for part in (*parts, page.locator("#sentence"), page.locator(".cattn-text").first, page.locator(".cattn-map")):
+        box = part.bounding_box()
+        assert box["y"] >= 0
+        assert box["y"] + box["height"] <= 800
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+    assert page.locator("details[open]").count() == 0
+    now = page.evaluate(
+        "() => { const { view, source } = document.getElementById('view').live; return [source.tokens[view.at.q], "
+        "view.current.at(view.at.q, view.at.k), view.at.q !== view.at.k] }"
+    )
+    assert now[0].strip().isalpha()
+    assert now[1] > 0.3
+    assert now[2]
+
+
+ANSWERS = {  # the control that answers the question of a step, the keys that move it, and a part of the answer
+    "query and key": ("word", ["ArrowLeft"], "its largest"),
+    "scale": ("temperature", ["End"], "stays first"),
+    "mask": ("causal", [" "], "no word stands after the last one"),
+    "softmax": ("temperature", ["Home"], "Cold"),
+    "dropout": ("dropout", ["ArrowRight"] * 5, "Each of the others is divided by 1 − 0.5"),
+    "output": ("window", ["ArrowRight"], "Its own value, number for number"),
+}
+
+
+@needs_browser
+def test_each_step_is_read_and_answered_by_keyboard_alone(show: Any, page_file: Path) -> None:
+    page = show(page_file)
+    groups = page.locator(".cattn-controls label").count()
+    page.focus("#sentence")
+    for number, (name, (control, keys, answer)) in enumerate(ANSWERS.items(), 1):
+        while page.evaluate("() => document.activeElement.textContent") != f"{number} {name}":
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        until(page, f"document.querySelector('[aria-current]')?.textContent === '{number} {name}'")
+        assert page.url.endswith(f"#step={number}")
+        while page.evaluate("() => document.activeElement.name || ''") != control:
+            page.keyboard.press("Tab")
+        assert page.inner_text(".cattn-step > output") == ""
+        for key in keys:
+            page.keyboard.press(key)
+        until(page, f"document.querySelector('.cattn-step > output').textContent.includes({json.dumps(answer)})")
+        page.keyboard.press("Shift+Tab")
+        while page.evaluate("() => document.activeElement.tagName") != "A":
+            page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Shift+Tab")
+    page.get_by_role("button", name="End the story").click()
+    assert page.locator(".cattn-controls label").count() == groups
+    page.get_by_role("link", name="3 mask").click()
+    page.get_by_role("button", name="numbers").click()
+    assert page.locator(".cattn-controls label").count() == groups
+    page.get_by_role("button", name="a sentence").click()
+    page.get_by_role("link", name="6 output").click()
+    page.get_by_role("button", name="End the story").click()
+    assert page.evaluate("() => document.activeElement.textContent") == "6 output"
+    assert page.evaluate("() => document.getElementById('view').live.options.window") == 0
+
+
+@needs_browser
+def test_a_link_opens_a_step_or_what_was_shown(show: Any, page_file: Path, browser: Any) -> None:
+    page = show(page_file)
+    page.fill("#sentence", "Your journey starts with one step & <b>")
+    page.evaluate(
+        """() => {
+            const { live } = document.getElementById("view");
+            const { slopes } = live;
+            Object.assign(live.options, { temperature: 0.5, causal: false, sink: 1.5, cells: ["2,1", "4,0"], slopes });
+            live.showOptions();
+            live.padding.input.value = 2;
+            live.setStage("dropped");
+            live.update();
+            live.look([1, 2], 5, 3);
+        }"""
+    )
+    shown = """() => {
+        const { live } = document.getElementById("view");
+        return [live.options, live.source.text, live.stage, live.view.chosen, live.view.at, live.padding.input.value];
+    }"""
+    state, link = page.evaluate(shown), page.evaluate("() => document.getElementById('view').live.link")
+    again = browser.new_page()
+    again.goto(link)
+    until(again, "document.getElementById('view').live")
+    assert again.evaluate(shown) == state
+    again.goto(f"{page_file.as_uri()}#step=3")
+    until(again, "document.querySelector('[aria-current]')?.textContent === '3 mask'")
+    again.goto(
+        f"{page_file.as_uri()}#stage=constructor&temperature=1e999&softcap=abc&seed=-3&method=x&head=9,9&at=999,0"
+        "&cells=%3Cb%3E,5e9&form=steps&padding=99&input=toString"
+    )
+    until(again, "document.getElementById('view').live.view.form === 'steps'")
+    options, _, stage, chosen, _, padding = again.evaluate(shown)
+    assert (stage, padding) == ("weights", "8")
+    assert chosen in ([[0, 0]], [[1, 0]])  # a head that has a name
+    assert options["method"] == "neg_inf"
+    assert all(0 <= options[name] <= 20 for name in ("temperature", "softcap", "seed"))
+    assert again.evaluate(f"() => {PROBLEM}") == ""
+    again.close()
+
+
+@needs_browser
+def test_the_focus_stays_on_the_next_word(show: Any, page_file: Path) -> None:
+    page = show(page_file)
+    for _ in range(2):
+        before = page.input_value("#sentence")
+        page.locator("p.cattn-next button").first.focus()
+        page.keyboard.press("Enter")
+        until(page, f"document.getElementById('view').live.source.text !== {json.dumps(before)}")
+        assert page.evaluate("() => document.activeElement === document.querySelector('p.cattn-next button')")
+
+
+@needs_browser
+def test_a_screen_reader_finds_the_parts_by_name(show: Any, page_file: Path) -> None:
+    page = show(page_file)
+    tree = page.locator("body").aria_snapshot()
+    for line in (
+        'heading "Attention, live" [level=1]', 'textbox "A sentence of at most 128 tokens, which a tiny GPT reads"',
+        'navigation "attention in six steps"', 'link "3 mask"', 'group "stage"', 'grid "heads"', 'application "layer',
+        "group: Mask which words a word may see", "group: Scores how sharply a word chooses",
+    ):  # fmt: skip
+        assert line in tree, tree
+    for group in ("Mask", "Scores", "Dropout"):
+        page.locator("summary", has_text=group).click()
+    named = "node.labels?.length || node.textContent.trim() || node.getAttribute('aria-label')"
+    every = "document.querySelectorAll('input, select, textarea, button, a')"
+    assert page.evaluate(f"() => [...{every}].filter((node) => !({named})).length") == 0
+
+
+@needs_browser
 def test_padding_changes_no_bit_and_hostile_text_does_no_harm(show: Any, page_file: Path) -> None:
     page = show(page_file)
     for text in (
@@ -343,7 +513,10 @@ def test_padding_changes_no_bit_and_hostile_text_does_no_harm(show: Any, page_fi
         page.fill("#sentence", text.encode("utf-8", "surrogatepass").decode("utf-8", "replace"))
         page.evaluate("() => new Promise(requestAnimationFrame)")
         assert (
-            page.evaluate("() => document.querySelectorAll('.cattn-live img, .cattn-live b:not(output b)').length") == 0
+            page.evaluate(
+                "() => document.querySelectorAll('.cattn-live img, .cattn-live b:not(:is(output, summary) b)').length"
+            )
+            == 0
         )
         sizes = page.evaluate("() => document.getElementById('view').live.source.sizes")
         assert 1 <= sizes["T_q"] <= 128
@@ -363,6 +536,7 @@ def test_padding_changes_no_bit_and_hostile_text_does_no_harm(show: Any, page_fi
 @needs_browser
 def test_numbers_are_read_as_numpy_prints_them(show: Any, page_file: Path) -> None:
     page = show(page_file)
+    page.locator("summary", has_text="Scores").click()
     page.get_by_role("checkbox", name="ALiBi").click()  # of four heads
     page.get_by_role("button", name="numbers").click()
     x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
@@ -451,6 +625,8 @@ def test_a_stage_that_is_too_large_is_refused_with_a_sentence(
         input.value = text;
         input.dispatchEvent(new Event("input"));
     }"""
+    page.evaluate(write, "1 " * 10**6)
+    until(page, f"{PROBLEM} === 'query has 1,000,000 numbers, of at most 131,072 that this page reads'")
     page.evaluate(write, "1\n" * 2**12)
     shown = "4096 × 4096 numbers, of at most 4,194,304 that a stage shows."
     until(page, f"{PROBLEM} === 'There are too many tokens: {shown}'")

@@ -249,7 +249,7 @@ def test_the_module_is_small_and_fetches_nothing() -> None:
 
 def test_every_script_of_the_folder_is_in_the_module() -> None:
     folder = ROOT / "python" / "cattn" / "_view"
-    assert sorted(path.stem for path in folder.glob("*.js")) == sorted(_page.SCRIPTS + _page.LIVE_SCRIPTS)
+    assert sorted(path.stem for path in folder.glob("*.js")) == sorted({*_page.SCRIPTS, *_page.LIVE_SCRIPTS})
 
 
 def test_wheels_and_source_distributions_have_every_file() -> None:

@@ -266,6 +266,36 @@ def test_the_text_is_walked_by_arrow_keys(show: Open) -> None:
 
 
 @pytest.mark.usefixtures("from_the_first")
+def test_several_tokens_are_marked_and_summed(show: Open) -> None:
+    weights = weights_of(1, 6)
+    wanted = weights[0].astype(np.float64)
+    page = show(cattn.view_attention(weights, TOKENS))
+    chip(page, 0, 4).click()
+    chip(page, 0, 5).click(modifiers=["Shift"])
+    frame(page)
+    np.testing.assert_allclose([float(text) for text in chips(page, 0)], wanted[4:6].sum(0), rtol=1e-6)
+    page.locator(".cattn-text").last.focus()
+    for key in ("Home", "Shift+ArrowRight", "Shift+ArrowRight"):  # of one query again, keys 0, 1 and 2
+        page.keyboard.press(key)
+    frame(page)
+    assert page.locator(".cattn-lane").last.locator("[aria-selected]").count() == 3
+    np.testing.assert_allclose([float(text) for text in chips(page, 1)], wanted[:, :3].sum(1), rtol=1e-6)
+    chip(page, 0, 3).click(modifiers=["Shift"])
+    now = status(page)
+    assert "the sum is" in now.text
+    assert float(now.value) == pytest.approx(wanted[[0, 3], :3].sum(), rel=1e-6)
+    chip(page, 1, 2).click(modifiers=["Shift"])
+    assert float(status(page).value) == pytest.approx(wanted[[0, 3], :2].sum(), rel=1e-6)
+    page.keyboard.press("Escape")
+    assert page.locator(".cattn-lane").first.locator("[aria-selected]").count() == 1
+    page = show(cattn.view_attention(weights[:, 2:4], TOKENS, query_tokens=["a", "b"]))  # two texts
+    chip(page, 0, 0).click()
+    chip(page, 0, 1).click(modifiers=["Shift"])
+    frame(page)
+    np.testing.assert_allclose([float(text) for text in chips(page, 1)], wanted[2:4, :2].sum(1), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("from_the_first")
 def test_zoom_keeps_the_numbers(show: Open) -> None:
     weights = weights_of(1, 40)
     page = show(cattn.view_attention(weights))

@@ -71,9 +71,11 @@ that fetches nothing. Needs no other package.
   cattn attend q.npy k.npy v.npy -o out.npy --causal --weights w.npy
   cattn view w.npy -o attention.html --tokens "Your journey starts with one step"
   cattn view layers.npz:weights -o model.html --layers
+  cattn view w.npy -o live.html --live q.npy k.npy v.npy
 
 Weights have the shape (T_q, T_k), (H, T_q, T_k), or more batch dimensions before the heads, from which --entry chooses.
-With --layers the first of four dimensions are the layers of one text."""
+With --layers the first of four dimensions are the layers of one text. With --live the page computes the weights anew
+from queries, keys and values, and its reader can change the mask, the temperature and dropout."""
 
 
 def _add_view_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +87,8 @@ def _add_view_arguments(parser: argparse.ArgumentParser) -> None:
     add_entry(parser)
     add("--layers", action="store_true", help="the first of four dimensions is layers, not a batch")
     add("--title", metavar="TEXT", help="heading and title of the page")
-    add("--force", action="store_true", help="write also to the file of the weights")
+    add("--live", nargs="+", default=[], metavar="FILE", help="queries, keys and values, for a page that computes")
+    add("--force", action="store_true", help="write also to the files of the weights and of --live")
     add("--quiet", action="store_true", help="no closing line")
 
 
@@ -99,11 +102,28 @@ def write(view: Any, options: argparse.Namespace) -> bool:
     return not options.quiet
 
 
+OPERANDS = ("query", "key", "value")
+
+
+def _operands(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arrays of --live: two or three files, or one file of all."""
+    files = options.live
+    if len(files) == 1:
+        arrays = load_members(files[0], OPERANDS)
+    elif len(files) <= len(OPERANDS):
+        arrays = [load(file, name) for name, file in zip(OPERANDS, files, strict=False)]
+    else:
+        raise InputError(f"--live: give query, key and value, or one file of all, got {len(files)} files")
+    rank = 4 if options.layers else 3
+    return {name: choose_entry(a, options.entry, rank)[0] for name, a in zip(OPERANDS, arrays, strict=False)}
+
+
 def _run_view(options: argparse.Namespace) -> None:
     """Carry out the command."""
     target, _ = target_of(options.output, ["html"])
     if not options.force:
-        refuse_inputs("--output", target, {"weights": options.weights})
+        live = dict(zip(OPERANDS, options.live, strict=False))
+        refuse_inputs("--output", target, {"weights": options.weights, **live})
     weights, words = load(options.weights, "weights"), ""
     if not options.layers:
         weights, words = choose_entry(weights, options.entry)
@@ -111,11 +131,14 @@ def _run_view(options: argparse.Namespace) -> None:
         raise InputError("--entry and --layers do not go together: without --layers the first dimensions are a batch")
     tokens, query_tokens = tokens_of(options.tokens, "--tokens"), tokens_of(options.query_tokens, "--query-tokens")
     title = ", ".join(part for part in (options.title, words) if part) or None
+    operands = _operands(options)
     with plain_warnings():
         try:
             layers = range(len(weights)) if options.layers and weights.ndim == 4 else None
-            view = cattn.view_attention(weights, tokens, query_tokens=query_tokens, title=title, layers=layers)
-        except (ValueError, TypeError) as error:
+            view = cattn.view_attention(
+                weights, tokens, query_tokens=query_tokens, title=title, layers=layers, live=bool(operands), **operands
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
             raise InputError(f"{error} (weights: {options.weights})") from error
         if write(view, options):
             say(f"{options.output}: {words + ', ' if words else ''}weights of shape {weights.shape}")
@@ -124,7 +147,7 @@ def _run_view(options: argparse.Namespace) -> None:
 VIEW = Command(
     "the attention weights in a file as a page of HTML to look at",
     _VIEW_DESCRIPTION,
-    ("weights",),
+    ("weights", "live"),
     _add_view_arguments,
     _run_view,
 )

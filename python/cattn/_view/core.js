@@ -113,18 +113,20 @@ class Attention {
     return mask;
   }
 
+  // Why a query does not see a key by its position, in words; "" if it does.
+  reason(q, k) {
+    const { causal, window, offset, first } = this.options;
+    const away = k - q - offset;
+    if (k < first) return "hidden: padding";
+    if (causal && away > 0) return "hidden: it comes later";
+    return window > 0 && Math.abs(away) >= window ? "hidden: outside of the window" : "";
+  }
+
   // Bytes (T_q, T_k), 1 where the query sees the key by all masks.
   get visible() {
     const { T_q, T_k } = this.sizes;
-    const { causal, window, offset, first } = this.options;
     const seen = this.mask || new Uint8Array(T_q * T_k).fill(1);
-    for (let q = 0; q < T_q; q++) {
-      for (let k = 0; k < T_k; k++) {
-        const away = k - q - offset;
-        const hidden = k < first || (causal && away > 0) || (window > 0 && Math.abs(away) >= window);
-        if (hidden) seen[q * T_k + k] = 0;
-      }
-    }
+    for (let q = 0; q < T_q; q++) for (let k = 0; k < T_k; k++) if (this.reason(q, k)) seen[q * T_k + k] = 0;
     return seen;
   }
 

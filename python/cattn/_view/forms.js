@@ -10,12 +10,13 @@ let lanes = 0;
 class Lane {
   constructor({ point }) {
     this.title = make("h3", { id: `cattn-${unique}-${++lanes}` });
-    this.text = make("div", { class: "cattn-text", role: "listbox", tabindex: "0", "aria-labelledby": this.title.id });
+    this.text = make("div", { class: "cattn-text", role: "listbox", tabindex: "0", "aria-labelledby": this.title.id, "aria-multiselectable": "true" });
     this.element = make("section", { class: "cattn-lane" }, this.title, this.text);
     this.point = point;
     const at = (event) => event.target.closest && event.target.closest("[data-at]");
     this.text.addEventListener("pointerover", (event) => at(event) && point(Number(at(event).dataset.at), "hover"));
-    this.text.addEventListener("click", (event) => at(event) && point(Number(at(event).dataset.at), "tap"));
+    this.text.addEventListener("click", (event) => at(event) && point(Number(at(event).dataset.at), event.shiftKey ? "add" : "tap"));
+    this.text.addEventListener("mousedown", (event) => event.shiftKey && event.preventDefault()); // it would select the text
     this.text.addEventListener("keydown", (event) => this.press(event));
     this.shown = "";
   }
@@ -32,11 +33,12 @@ class Lane {
         make("bdi", {}, text), few ? make("small", { "aria-hidden": "true" }) : null));
     this.text.replaceChildren(...this.chips);
     this.text.classList.toggle("cattn-few", few);
-    this.marked = null;
+    this.marked = [];
   }
 
-  // Colours token i by value(i), and marks the token `at`.
-  paint(value, scale, at, label) {
+  // Colours token i by value(i), and marks the tokens `all`, of which `at` is the last one; `asking` are marked as those
+  // whose weights the colours show, if they stand in the same text.
+  paint(value, scale, at, label, all = [at], asking = []) {
     this.chips.forEach((chip, i) => {
       const x = value(this.from + i);
       const unknown = x === undefined;
@@ -53,18 +55,19 @@ class Lane {
         chip.setAttribute("aria-label", `${chip.firstChild.textContent}, ${unknown ? "not known" : label(x)}`);
       }
     });
-    const marked = this.chips[at - this.from] || null;
-    if (marked !== this.marked) {
-      if (this.marked) this.marked.removeAttribute("aria-selected");
-      if (marked) marked.setAttribute("aria-selected", "true");
-      this.marked = marked;
-      this.text.setAttribute("aria-activedescendant", marked ? marked.id : "");
-    }
+    for (const chip of this.marked) chip.removeAttribute("aria-selected");
+    for (const chip of this.asking || []) chip.classList.remove("cattn-asking");
+    const chips = (list) => list.map((i) => this.chips[i - this.from]).filter(Boolean);
+    [this.marked, this.asking] = [chips(all), chips(asking)];
+    for (const chip of this.marked) chip.setAttribute("aria-selected", "true");
+    for (const chip of this.asking) chip.classList.add("cattn-asking");
+    this.last = this.chips[at - this.from];
+    this.text.setAttribute("aria-activedescendant", this.last ? this.last.id : "");
     this.at = at;
   }
 
   reveal() {
-    if (this.marked) scrollInto(this.text, this.marked);
+    if (this.last) scrollInto(this.text, this.last);
   }
 
   press(event) {
@@ -72,7 +75,7 @@ class Lane {
     const ends = { Home: this.from, End: this.to - 1 };
     if ((step === undefined && !(event.key in ends)) || event.ctrlKey || event.metaKey || event.altKey) return;
     const at = step === undefined ? ends[event.key] : this.at + step;
-    this.point(Math.min(Math.max(at, this.from), this.to - 1), "key");
+    this.point(Math.min(Math.max(at, this.from), this.to - 1), event.shiftKey ? "add" : "key");
     event.preventDefault();
     event.stopPropagation();
   }
@@ -386,13 +389,13 @@ class Lines {
     this.element.replaceChildren(this.picture);
   }
 
-  // Shows the lines of the marked query and key, and the others faint.
-  mark(q, k) {
+  // Shows the lines of the marked queries and keys, and the others faint.
+  mark(queries, keys) {
     for (const line of this.drawn || []) {
-      line.setAttribute("opacity", line.query === q || line.key === k ? 0.25 + 0.75 * line.part : 0.06 + 0.2 * line.part);
+      line.setAttribute("opacity", queries.includes(line.query) || keys.includes(line.key) ? 0.25 + 0.75 * line.part : 0.06 + 0.2 * line.part);
     }
     for (const name of this.drawn ? this.names_ : []) {
-      name.classList.toggle("cattn-marked", Number(name.dataset.at) === (name.dataset.kind === "query" ? q : k));
+      name.classList.toggle("cattn-marked", (name.dataset.kind === "query" ? queries : keys).includes(Number(name.dataset.at)));
     }
   }
 }
@@ -410,6 +413,24 @@ function softmaxOf(scores) {
   const terms = scores.map((x) => (top === -Infinity ? 0 : Math.exp(x - top)));
   const sum = terms.reduce((a, b) => a + b, 0);
   return terms.map((x) => (sum > 0 ? x / sum : 0));
+}
+
+const signed = (x, digits = 3) => (x === -Infinity ? "−∞" : Number.isFinite(x) ? x.toFixed(digits).replace("-", "−") : exactText(x, "float64"));
+const MOST_TERMS = 16; // of a sum that is written out
+
+// The products of a query and a key by dimension, which are the terms of their score: as a sum and as colours.
+function productParts(query, key) {
+  const products = query.map((x, d) => x * key[d]);
+  const most = Math.max(...products.map(Math.abs)) || 1;
+  const cells = products.slice(0, 128).map((x, d) => {
+    const cell = make("span", { title: `dimension ${d}: ${x.toFixed(4)}` });
+    cell.style.background = `color-mix(in srgb, ${x < 0 ? "var(--cattn-second)" : "var(--cattn-line)"} ${Math.round((Math.abs(x) / most) * 100)}%, transparent)`;
+    return cell;
+  });
+  const term = (x) => (x < 0 ? `(${signed(x, 2)})` : signed(x, 2));
+  const terms = query.slice(0, MOST_TERMS).map((x, d) => `${term(x)} × ${term(key[d])}`).join(" + ");
+  return [make("p", {}, make("b", {}, "query × key, by dimension")), make("div", { class: "cattn-products" }, ...cells),
+    make("p", { class: "cattn-terms" }, `${terms}${query.length > MOST_TERMS ? " + …" : ""} = ${signed(products.reduce((a, b) => a + b, 0))}`)];
 }
 
 // Scores, mask, weights, dropout and output of the query under the pointer, with temperature and dropout to move.
@@ -488,15 +509,7 @@ class Steps {
     const list = (title, numbers) => make("p", {}, make("b", {}, title), ` ${[...numbers].slice(0, 16).map((x) => x.toFixed(3)).join("  ")}${numbers.length > 16 ? " …" : ""}`);
     const parts = [];
     if (vectors && vectors.query && this.key >= from && this.key < from + weights.length) {
-      const key = vectors.key(this.key);
-      const products = vectors.query.map((x, d) => x * key[d]);
-      const most = Math.max(...products.map(Math.abs)) || 1;
-      const cells = products.slice(0, 128).map((x, d) => {
-        const cell = make("span", { title: `dimension ${d}: ${x.toFixed(4)}` });
-        cell.style.background = `color-mix(in srgb, ${x < 0 ? "var(--cattn-second)" : "var(--cattn-line)"} ${Math.round((Math.abs(x) / most) * 100)}%, transparent)`;
-        return cell;
-      });
-      parts.push(make("p", {}, make("b", {}, "query × key, by dimension")), make("div", { class: "cattn-products" }, ...cells));
+      parts.push(...productParts(vectors.query, vectors.key(this.key)));
     }
     if (vectors && vectors.value) {
       const width = vectors.value(from).length;

@@ -12,6 +12,7 @@ class HeatMap {
   constructor({ point, zoomed: changed }) {
     this.point = point;
     this.changed = changed;
+    this.tallest = TALLEST;
     this.base = make("canvas", { "aria-hidden": "true" });
     this.over = make("canvas", { class: "cattn-over", "aria-hidden": "true" });
     this.element = make("div", {
@@ -26,9 +27,10 @@ class HeatMap {
     });
   }
 
-  // names.query and names.key are functions from positions to texts, or null where there are no tokens.
-  set({ grid, whole, window, names, scale }) {
-    Object.assign(this, { grid, whole, window: { ...window }, names, scale });
+  // names.query and names.key are functions from positions to texts, or null where there are no tokens. The cells
+  // `crossed`, pairs of query and key, get a cross.
+  set({ grid, whole, window, names, scale, crossed = [] }) {
+    Object.assign(this, { grid, whole, window: { ...window }, names, scale, crossed });
     this.box = null;
     this.draw();
   }
@@ -56,7 +58,7 @@ class HeatMap {
       const top = Math.max(keys * (aslant ? 0.71 : 1) + 10, 14) + 18;
       const right = Math.max(aslant ? keys * 0.71 - 4 : 0, 16);
       let width = Math.min(LARGEST_CELL, (available - left - right) / columns);
-      let height = Math.max(Math.min(width, TALLEST / rows), Math.min(18, TALLEST / rows));
+      let height = Math.max(Math.min(width, this.tallest / rows), Math.min(18, this.tallest / rows));
       if (rows >= columns / 2 && rows <= columns * 2) width = Math.min(width, height);
       if (rows === columns) height = width = Math.min(width, height);
       if (width > 4) width = Math.floor(width * 4) / 4;
@@ -107,6 +109,19 @@ class HeatMap {
     if (width >= 8 && height >= 8) {
       for (let k = 1; k < columns; k++) context.rect(left + k * width - 0.5, top, 0, bottom - top);
       for (let q = 1; q < rows; q++) context.rect(left, top + q * height - 0.5, end - left, 0);
+    }
+    context.stroke();
+    const { q0, k0 } = this.window;
+    context.strokeStyle = this.style("--cattn-second");
+    context.lineWidth = 1.5;
+    context.beginPath();
+    for (const [q, k] of this.crossed.filter(([row, column]) => this.grid.covers({ q0: row, q1: row + 1, k0: column, k1: column + 1 }))) {
+      const [x, y] = [left + (k - k0) * width, top + (q - q0) * height];
+      if (q < q0 || k < k0 || y >= bottom || x >= end) continue;
+      context.moveTo(x + 0.2 * width, y + 0.2 * height);
+      context.lineTo(x + 0.8 * width, y + 0.8 * height);
+      context.moveTo(x + 0.8 * width, y + 0.2 * height);
+      context.lineTo(x + 0.2 * width, y + 0.8 * height);
     }
     context.stroke();
   }
@@ -166,7 +181,7 @@ class HeatMap {
     const context = this.over.getContext("2d");
     context.clearRect(0, 0, this.over.width, this.over.height);
     const { q0, q1, k0, k1 } = this.window;
-    const { q, k } = this.at || {};
+    const { q, k, queries = [q], keys = [k] } = this.at || {};
     const accent = this.style("--cattn-accent");
     const band = (x, y, w, h) => {
       context.lineWidth = 3;
@@ -179,8 +194,8 @@ class HeatMap {
     const y = top + (q - q0) * height;
     const x = left + (k - k0) * width;
     const [thick, wide] = [Math.max(height, 3), Math.max(width, 3)];
-    if (q >= q0 && q < q1) band(left, y, end - left, thick);
-    if (k >= k0 && k < k1) band(x, top, wide, bottom - top);
+    for (const at of queries) if (at >= q0 && at < q1) band(left, top + (at - q0) * height, end - left, thick);
+    for (const at of keys) if (at >= k0 && at < k1) band(left + (at - k0) * width, top, wide, bottom - top);
     if (q >= q0 && q < q1 && k >= k0 && k < k1) {
       context.lineWidth = 2.5;
       context.strokeRect(x - 1, y - 1, wide + 2, thick + 2);
@@ -194,8 +209,8 @@ class HeatMap {
     }
   }
 
-  mark(q, k) {
-    this.at = { q, k };
+  mark(q, k, queries, keys) {
+    this.at = { q, k, queries, keys };
     this.drawCross();
   }
 

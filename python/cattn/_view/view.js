@@ -63,12 +63,19 @@ class View {
 
   // ---- names ----
   keyName(k) {
-    return this.info.tokens ? visible(this.info.tokens[k] ?? "") : String(k);
+    return this.info.tokens ? this.shown(this.info.tokens[k] ?? "", k) : String(k);
   }
 
   queryName(q) {
-    if (this.info.query_tokens) return visible(this.info.query_tokens[q] ?? "");
+    if (this.info.query_tokens) return this.shown(this.info.query_tokens[q] ?? "", q);
     return this.info.shared ? this.keyName(q + this.info.offset) : String(q);
+  }
+
+  // A token as it is written. In plain text a word stands without the space before it, and a part of a word has a hyphen.
+  shown(token, at) {
+    const text = visible(token);
+    if (!this.info.plain) return text;
+    return at > 0 && /^[\p{L}\p{N}]/u.test(token) ? `-${text}` : text.replace(/^·(?=.)/, "");
   }
 
   get names() {
@@ -155,8 +162,7 @@ class View {
 // ---- render() for anywidget, showSaved() for a page without a kernel ----
 
 function render({ model, el }) {
-  const kinds = { weights: WeightsView, statistics: StatisticsView };
-  const view = new kinds[model.get("info").kind](model, el);
+  const view = model.get("info").kind === "weights" ? new WeightsView(model, el) : new StatisticsView(model, el);
   return () => view.close();
 }
 

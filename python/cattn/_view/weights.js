@@ -21,11 +21,16 @@ class WeightsView extends View {
     });
     const partner = (q) => (this.info.shared ? q + this.info.offset : this.at.k);
     const owner = (k) => (this.info.shared && k >= this.info.offset ? k - this.info.offset : this.at.q);
-    const pointQuery = (q, how) => this.point(q, partner(q), how);
-    const pointKey = (k, how) => this.point(owner(k), k, how);
+    // Each text shows the sum of the tokens that are marked in it: of the rows above, of the columns below.
+    const { shared, offset } = this.info;
+    const addQuery = (q) => (shared ? this.add("k", q + offset) : this.add("q", q));
+    const addKey = (k) => (shared && k >= offset ? this.add("q", k - offset) : this.add("k", k));
+    const pointQuery = (q, how) => (how === "add" ? addQuery(q) : this.point(q, partner(q), how));
+    const pointKey = (k, how) => (how === "add" ? addKey(k) : this.point(owner(k), k, how));
     this.lines = new Lines({ point: (kind, at, how) => (kind === "query" ? pointQuery(at, how) : pointKey(at, how)) });
     this.steps = this.makeSteps((k, how) => this.point(this.at.q, k, how));
     this.form = "map";
+    this.held = { q: [], k: [] }; // tokens that are marked together
     this.keyLane = new Lane({ point: pointKey });
     this.queryLane = new Lane({ point: pointQuery });
     this.largest = [new Largest("looks at most", pointKey), new Largest("is looked at most by", pointQuery)];
@@ -35,23 +40,25 @@ class WeightsView extends View {
     }, "Compare two heads");
     const many = layers * heads > 1;
     this.zooms = this.zoomButtons((factor) => this.map.zoomBy(factor));
-    this.root.append(
-      make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null, this.formButtons(),
-        this.fileButtons()),
-      make("p", { class: "cattn-hint" }, "Point at a token or a cell to see its weights; a click holds it. Drag over the map, "
-        + "or press + and −, to zoom. Arrow keys move."),
-      this.info.note ? make("p", { class: "cattn-hint cattn-note" }, this.info.note) : "",
-      make("div", { class: many ? "cattn-columns" : "cattn-columns cattn-single" },
-        many ? this.makeHeads() : null,
-        make("div", { class: "cattn-large" },
-          make("header", {}, this.title, this.zooms),
-          this.status, this.map.element, this.lines.element, this.steps.element),
-        make("div", { class: "cattn-texts" }, this.keyLane.element, this.queryLane.element,
-          make("div", { class: "cattn-tables" }, ...this.largest.map((table) => table.element)))),
-    );
+    this.bar = make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null, this.formButtons(), this.fileButtons());
+    this.hint = make("p", { class: "cattn-hint" }, "Point at a token or a cell to see its weights; a click holds it. Shift and a "
+      + "click, or Shift and an arrow key, mark several tokens of a text, which then shows their sum. Drag over the map, or press + and "
+      + "−, to zoom. Arrow keys move.");
+    this.tables = make("div", { class: "cattn-tables" }, ...this.largest.map((table) => table.element));
+    this.columns_ = (...parts) => make("div", { class: many ? "cattn-columns" : "cattn-columns cattn-single" }, many ? this.makeHeads() : null, ...parts);
+    this.arrange();
     this.root.addEventListener("keydown", (event) => this.press(event));
     this.follow();
     this.start();
+  }
+
+  // Puts the parts on the page.
+  arrange() {
+    this.root.append(this.bar, this.hint, this.info.note ? make("p", { class: "cattn-hint cattn-note" }, this.info.note) : "",
+      this.columns_(
+        make("div", { class: "cattn-large" }, make("header", {}, this.title, this.zooms),
+          this.status, this.map.element, this.lines.element, this.steps.element),
+        make("div", { class: "cattn-texts" }, this.keyLane.element, this.queryLane.element, this.tables)));
   }
 
   // ---- forms ----
@@ -167,12 +174,12 @@ class WeightsView extends View {
       const cells = Array.from({ length: heads }, (_, head) => {
         const name = this.headName([layer, head]);
         const canvas = make("canvas", { "aria-hidden": "true" });
-        const caption = layers === 1 ? make("span", {}, String(head)) : null;
+        const caption = make("span", {}, layers === 1 ? String(head) : "");
         const cell = make("div", {
           role: "gridcell", class: "cattn-head", tabindex: "-1", "aria-label": name, title: name,
           onclick: (event) => this.choose(layer, head, event.shiftKey),
         }, canvas, caption);
-        Object.assign(cell, { layer, head, canvas });
+        Object.assign(cell, { layer, head, canvas, caption });
         this.thumbnails.push(cell);
         return cell;
       });
@@ -265,6 +272,7 @@ class WeightsView extends View {
     else if (this.chosen.length === 2) this.choose(...this.chosen[0], false);
     else if (this.pinned) {
       this.pinned = false;
+      this.held = { q: [], k: [] };
       this.showPoint();
     } else if (this.map.element === event.target && this.thumbnails) {
       this.focusHead(this.thumbnails.find((cell) => cell.tabIndex === 0) || this.thumbnails[0]);
@@ -342,13 +350,18 @@ class WeightsView extends View {
     this.map.element.setAttribute("aria-label", `${name || "weights"}: ${this.info.T_q} queries, ${this.info.T_k} keys. `
       + "Arrow keys move, plus and minus zoom, Escape goes back to the heads.");
     const { current: grid, whole, window, names, shownScale: scale } = this;
-    this.map.set({ grid, whole, window, names, scale });
+    this.map.set({ grid, whole, window, names, scale, crossed: this.crossed });
     if (this.form === "lines") this.lines.set({ grid, window, names, scale });
     const small = (size) => size <= MOST_TOKENS;
     const { T_q, T_k } = this.info;
     this.queryLane.build((q) => this.queryName(q), ...(small(T_q) ? [0, T_q] : this.part(window.q0, window.q1)));
     this.keyLane.build((k) => this.keyName(k), ...(small(T_k) ? [0, T_k] : this.part(window.k0, window.k1)));
     this.showPoint();
+  }
+
+  // Cells of the map that get a cross.
+  get crossed() {
+    return [];
   }
 
   part(from, to) {
@@ -367,7 +380,26 @@ class WeightsView extends View {
     const again = this.pinned && q === this.at.q && k === this.at.k;
     this.pinned = how === "hover" ? this.pinned : how === "key" || !again;
     this.at = { q, k };
+    if (how !== "hover") this.held = { q: [], k: [] };
     if (how !== "hover") this.save({ query: q, key: k });
+    this.showSoon();
+  }
+
+  // Marks one more query ("q") or key ("k"), or one less.
+  add(kind, at) {
+    const held = this.held[kind].length ? this.held[kind] : [this.at[kind]];
+    this.held[kind] = !held.includes(at) ? [...held, at] : held.length > 1 ? held.filter((other) => other !== at) : held;
+    this.at = { ...this.at, [kind]: this.held[kind].at(-1) };
+    this.pinned = true;
+    this.save({ query: this.at.q, key: this.at.k });
+    this.showSoon();
+  }
+
+  marked(kind) {
+    return this.held[kind].length ? this.held[kind] : [this.at[kind]];
+  }
+
+  showSoon() {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = null;
@@ -377,31 +409,40 @@ class WeightsView extends View {
     });
   }
 
+  // A number as text: a weight has the digits of its dtype, a sum of several is rounded to seven.
   text(x) {
-    return exactText(x, this.current.dtype);
+    return this.sums ? exactText(Number(x.toPrecision(7)), "float64") : exactText(x, this.current.dtype);
   }
 
   showPoint() {
     const { q, k } = this.at;
     const { T_q, T_k } = this.info;
     const [grid, scale] = [this.current, this.shownScale];
-    this.map.mark(q, k);
-    if (this.form === "lines") this.lines.mark(q, k);
+    const [queries, keys] = [this.marked("q"), this.marked("k")];
+    this.sums = queries.length * keys.length > 1;
+    this.map.mark(q, k, queries, keys);
+    if (this.form === "lines") this.lines.mark(queries, keys);
     this.root.classList.toggle("cattn-pinned", this.pinned);
-    const row = (key) => (key >= grid.k0 && key < grid.k1 && q >= grid.q0 && q < grid.q1 ? grid.at(q, key) : undefined);
-    const column = (query) =>
-      (query >= grid.q0 && query < grid.q1 && k >= grid.k0 && k < grid.k1 ? grid.at(query, k) : undefined);
-    const [query, key] = [this.quoted(this.queryName(q), q), this.quoted(this.keyName(k), k)];
+    const cell = (query, key) => (grid.covers({ q0: query, q1: query + 1, k0: key, k1: key + 1 }) ? grid.at(query, key) : undefined);
+    const sum = (numbers) => (numbers.includes(undefined) ? undefined : numbers.reduce((a, b) => a + b));
+    const row = (key) => sum(queries.map((query) => cell(query, key)));
+    const column = (query) => sum(keys.map((key) => cell(query, key)));
+    const several = (list, name) => (list.length > 4 ? `${list.length} tokens` : list.map((i) => this.quoted(name(i), i)).join(" + "));
+    const [query, key] = [several(queries, (i) => this.queryName(i)), several(keys, (i) => this.keyName(i))];
     setText(this.keyLane.title, `Keys that query ${query} looks at`);
     setText(this.queryLane.title, `Queries that look at key ${key}`);
-    this.keyLane.paint(row, scale, k, (x) => this.text(x));
-    this.queryLane.paint(column, scale, q, (x) => this.text(x));
-    this.showStatus(query, key, row(k));
+    const { shared, offset } = this.info;
+    const asking = shared ? queries.map((i) => i + offset) : [];
+    const above = shared && this.held.q.length ? asking : keys;
+    const below = shared && this.held.k.length ? keys.map((i) => i - offset) : queries;
+    this.keyLane.paint(row, scale, above.at(-1), (x) => this.text(x), above, asking);
+    this.queryLane.paint(column, scale, below.at(-1), (x) => this.text(x), below);
+    this.showStatus(query, key, sum(keys.map(row)));
     if (this.form === "steps") {
       const { k0, k1 } = T_k <= MOST_TOKENS ? { k0: 0, k1: T_k } : this.window;
-      const numbers = Array.from({ length: k1 - k0 }, (_, i) => row(k0 + i) ?? 0);
+      const numbers = Array.from({ length: k1 - k0 }, (_, i) => cell(q, k0 + i) ?? 0);
       this.steps.set({
-        query, at: q, key: k, row: numbers, from: k0, name: (i) => this.keyName(i), vectors: this.vectors(), scale,
+        query: this.quoted(this.queryName(q), q), at: q, key: k, row: numbers, from: k0, name: (i) => this.keyName(i), vectors: this.vectors(), scale,
         negative: this.info.low < 0,
       });
     }
@@ -420,8 +461,8 @@ class WeightsView extends View {
     const { q, k } = this.at;
     const known = x !== undefined;
     const block = this.current.block;
-    let words = "";
-    if (this.parts && known && block === 1) {
+    let words = this.sums ? "the sum is " : "";
+    if (this.parts && known && block === 1 && !this.sums) {
       words = this.parts.map((part) => exactText(part.at(q, k), part.dtype)).join(" − ") + " = ";
     }
     if (known && block > 1) words = `in ${block} × ${block} cells the largest is `;
