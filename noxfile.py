@@ -11,11 +11,11 @@ they need.
 """
 
 import base64
-import datetime
 import difflib
 import importlib.util
 import io
 import json
+import runpy
 import shutil
 import subprocess
 import time
@@ -212,17 +212,6 @@ def coverage(session: nox.Session) -> None:
     session.run("tools/coverage", *session.posargs)
 
 
-LONG_RUNS = Path("tools/long_runs.toml")
-
-
-def record(name: str, result: str) -> None:
-    """Write the result of a long form, and the date, into the file of the last long runs."""
-    row = f'{name} = {{ date = {datetime.date.today()}, result = "{result}" }}'
-    rows = [line for line in LONG_RUNS.read_text("utf-8").splitlines() if not line.startswith(f"{name} = ")]
-    rows.insert(rows.index("[runs]") + 1, row)
-    LONG_RUNS.write_text("\n".join([*rows, ""]), "utf-8")
-
-
 # in the order of the table in CONTRIBUTING.md
 LONG = ["lint", "docs", "tests", "processors", "coverage", "machines", "wheels", "sanitize", "notebooks", "mutants"]
 LONG += ["fuzz", "soak", "bench"]
@@ -230,8 +219,8 @@ LONG += ["fuzz", "soak", "bench"]
 
 @nox.session(default=False)
 def nightly(session: nox.Session) -> None:
-    """Run the long form of every session; results in tools/long_runs.toml, logs in build/nightly."""
-    logs = Path("build/nightly")
+    """Run the long form of every session; results in tools/long_runs.toml, their page by tools/tested."""
+    logs, tested = Path("build/nightly"), runpy.run_path("tools/tested")
     logs.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in list(session.posargs) or LONG:
@@ -241,7 +230,8 @@ def nightly(session: nox.Session) -> None:
             code = subprocess.run(["nox", "-s", name, "--", "long"], stdout=log, stderr=subprocess.STDOUT).returncode
         minutes = (time.monotonic() - start) / 60
         results[name] = f"{'passed' if code == 0 else 'FAILED'} in {minutes:.0f} min"
-        record(name, results[name])
+        tested["record"](name, results[name], Path(logs, f"{name}.log").read_text("utf-8"))
+    tested["main"](["count"])
     print(*(f"{name}: {result}" for name, result in results.items()), sep="\n")
     if any(result.startswith("FAILED") for result in results.values()):
         session.error("a long form failed")

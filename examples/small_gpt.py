@@ -1,14 +1,18 @@
 """A GPT on bytes in plain NumPy and cattn: forward pass with caches, gradients, training.
 
-speculative_decoding.py and compress_text.py use it, and the live page of the site, with pieces of words in place of
-bytes. Every number of the model comes from functions of cattn, whose bits do not depend on the machine, the number of
-threads or the other rows, and from sums, products, quotients and roots of NumPy that IEEE 754 rounds alike everywhere.
+speculative_decoding.py, compress_text.py and one_hash.py use it, and the live page of the site, with pieces of words in
+place of bytes. Every number of the model comes from functions of cattn, whose bits do not depend on the machine, the
+number of threads or the other rows, and from sums, products, quotients and roots of NumPy that IEEE 754 rounds alike
+everywhere. NumPy adds no array up, for the order in which it does depends on the processor, and draws no numbers, for
+its generators may change. The mean loss, which training never reads, is the only number with a logarithm.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import inspect
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,6 +34,12 @@ def text() -> bytes:
     return "\n".join(inspect.getsource(module) for module in (argparse, statistics)).encode()
 
 
+def random_bits(seed: str, *shape: int) -> Array:
+    """Return an array of uint64 from SHAKE-256 of the seed; eight bytes make a number, the lowest first."""
+    count = math.prod(shape)
+    return np.frombuffer(hashlib.shake_256(seed.encode()).digest(8 * count), "<u8").reshape(shape)
+
+
 def attend_to_all(query: Array, cache: cattn.KVCache) -> Array:
     """Attend to the tokens of the cache, causally."""
     return cattn.causal_attention(query, cache.k, cache.v)
@@ -45,23 +55,26 @@ class GPT:
         self, d: int = 48, heads: int = 4, layers: int = 2, context: int = 128, seed: int = 0, vocabulary: int = 256
     ) -> None:
         self.heads, self.layers, self.context = heads, layers, context
-        rng = np.random.default_rng(seed)
 
-        def draw(*shape: int, scale: float) -> Array:
-            # integers, and not normal numbers, whose logarithms are those of a C library
-            return (rng.integers(-(2**15), 2**15, shape) / 2**15 * scale).astype(np.float32)
+        def draw(name: str, *shape: int, scale: float) -> Array:
+            # integers of 16 bits, and not normal numbers, whose logarithms are those of a C library
+            integers = (random_bits(f"{seed} {name}", *shape) >> np.uint64(48)).astype(np.float32)
+            return (integers - np.float32(2**15)) * np.float32(scale / 2**15)
 
-        self.weights = {"token": draw(vocabulary, d, scale=0.25), "position": draw(context, d, scale=0.125)}
-        self.weights["norm"] = np.ones(d, np.float32)
+        self.weights = {
+            "token": draw("token", vocabulary, d, scale=0.25),
+            "position": draw("position", context, d, scale=0.125),
+            "norm": np.ones(d, np.float32),
+        }
         for i in range(layers):
             self.weights |= {
                 f"{i} norm 1": np.ones(d, np.float32),
-                f"{i} qkv": draw(3 * d, d, scale=0.25),
-                f"{i} out": draw(d, d, scale=0.25),
+                (name := f"{i} qkv"): draw(name, 3 * d, d, scale=0.25),
+                (name := f"{i} out"): draw(name, d, d, scale=0.25),
                 f"{i} norm 2": np.ones(d, np.float32),
-                f"{i} up": draw(4 * d, d, scale=0.25),
+                (name := f"{i} up"): draw(name, 4 * d, d, scale=0.25),
                 f"{i} up bias": np.zeros(4 * d, np.float32),
-                f"{i} down": draw(d, 4 * d, scale=0.125),
+                (name := f"{i} down"): draw(name, d, 4 * d, scale=0.125),
             }
 
     def new_caches(self, room: int = 0) -> list[cattn.KVCache]:
@@ -145,31 +158,53 @@ class GPT:
             )
             grad_x, grads[f"{i} norm 1"], _ = layer_norm_backward(grad_h, x, W[f"{i} norm 1"])
             grad = grad + grad_x
-        grads["token"] = from_head
-        np.add.at(grads["token"], inputs, grad)
-        grads["position"] = np.zeros_like(W["position"])
-        np.add.at(grads["position"], np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape), grad)
+        grads["token"], grads["position"] = from_head, np.zeros_like(W["position"])
+        for tokens, of_text in zip(inputs, grad, strict=True):  # one by one: the order of a sum decides its bits
+            grads["position"][: len(tokens)] += of_text
+            for token, of_place in zip(tokens, of_text, strict=True):
+                grads["token"][token] += of_place
         return float(-np.log(picked.astype(np.float64)).mean()), grads
 
     def train(self, data: bytes, steps: int, rows: int = 16, rate: float = 4e-3, seed: int = 0) -> list[float]:
         """Train by Adam on random pieces of the data; return the losses."""
-        ids = np.frombuffer(data, np.uint8).astype(np.int64)
-        rng, losses = np.random.default_rng(seed), []
-        first = {name: np.zeros_like(w) for name, w in self.weights.items()}
-        second = {name: np.zeros_like(w) for name, w in self.weights.items()}
-        left = np.ones(2)  # of the first gradients in the two means; a power would be that of a C library
-        for step in range(steps):
-            left *= (0.9, 0.99)
-            starts = rng.integers(0, len(ids) - self.context - 1, rows)
-            loss, grads = self.gradients(ids[starts[:, None] + np.arange(self.context + 1)])
-            losses.append(loss)
-            now = np.float32(rate * min(1.0, (steps - step) / (0.3 * steps)))
-            for name, grad in grads.items():
-                first[name] += (grad - first[name]) * np.float32(0.1)
-                second[name] += (grad * grad - second[name]) * np.float32(0.01)
-                size = np.sqrt(second[name] / np.float32(1 - left[1])) + np.float32(1e-8)
-                self.weights[name] -= now * (first[name] / np.float32(1 - left[0])) / size
-        return losses
+        training = Training(self, data, steps, rows, rate, seed)
+        return [training.step() for _ in range(steps)]
+
+
+class Training:
+    """The training of a model by Adam on random pieces of the data: `rows` of them in each step.
+
+    A step reads `done`, the number of steps before it, the weights, and the means of the gradients and of their
+    squares, `first` and `second`; all else follows from the arguments.
+    """
+
+    def __init__(self, model: GPT, data: bytes, steps: int, rows: int = 16, rate: float = 4e-3, seed: int = 0) -> None:
+        self.model, self.steps, self.rows, self.rate, self.seed = model, steps, rows, rate, seed
+        self.ids, self.done = np.frombuffer(data, np.uint8).astype(np.int64), 0
+        self.first = {name: np.zeros_like(w) for name, w in model.weights.items()}
+        self.second = {name: np.zeros_like(w) for name, w in model.weights.items()}
+
+    def batch(self) -> Array:
+        """Return the pieces (rows, context + 1) of the next step."""
+        places, length = len(self.ids) - self.model.context, self.model.context + 1
+        starts = (random_bits(f"{self.seed} {self.done}", self.rows) % np.uint64(places)).astype(np.int64)
+        return self.ids[starts[:, None] + np.arange(length)]
+
+    def step(self) -> float:
+        """Make the next step and return its loss, the mean in nats."""
+        loss, grads = self.model.gradients(self.batch())
+        left = [1.0, 1.0]  # of the first gradients in the two means; a power would be that of a C library
+        for _ in range(self.done + 1):
+            left = [left[0] * 0.9, left[1] * 0.99]
+        rate = np.float32(self.rate * min(1.0, (self.steps - self.done) / (0.3 * self.steps)))
+        for name, grad in grads.items():
+            first, second = self.first[name], self.second[name]
+            first += (grad - first) * np.float32(0.1)
+            second += (grad * grad - second) * np.float32(0.01)
+            size = np.sqrt(second / np.float32(1 - left[1])) + np.float32(1e-8)
+            self.model.weights[name] -= rate * (first / np.float32(1 - left[0])) / size
+        self.done += 1
+        return loss
 
 
 # A word with the space before it, a number, other signs, or white space. JavaScript reads the pattern alike, in UTF-16.

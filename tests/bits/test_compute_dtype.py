@@ -197,6 +197,21 @@ def test_rows_have_the_bits_that_they_have_alone(name: str, isa: str, normal: No
 
 
 @pytest.mark.promise("decoding")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_have_the_bits_that_they_have_alone(
+    is_causal: bool, isa: str, normal: Normal, products: Any
+) -> None:
+    """The first one is long enough for a copy of all keys in the order of tiles, where each has a place of its own."""
+    edges, options = np.cumsum([0, 500, 3, 260]), products | {"is_causal": is_causal}
+    query, key, value = (normal(int(edges[-1]), 2, 40).astype(np.float32) for _ in range(3))
+    with table(isa):
+        packed = cattn.varlen_attention(query, key, value, edges, edges, **options)
+        for start, end in itertools.pairwise(edges):
+            alone = (x[start:end].swapaxes(0, 1) for x in (query, key, value))
+            result = cattn.scaled_dot_product_attention(*alone, **options)
+            assert_same_bits(np.ascontiguousarray(packed[start:end].swapaxes(0, 1)), result)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16, "int8"])
 def test_decoding_has_the_bits_of_one_pass(dtype: Any, isa: str, normal: Normal, products: Any) -> None:
     query, key, value = normal(1, 4, 600, 16), normal(1, 2, 600, 16), normal(1, 2, 600, 16)

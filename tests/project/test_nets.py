@@ -13,6 +13,7 @@ import re
 import runpy
 import subprocess
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,32 @@ def test_no_long_run_is_much_older_than_the_code() -> None:
     newest, allowed = datetime.date.fromisoformat(found), datetime.timedelta(days=runs["days"])
     late = {name: run["date"] for name, run in runs["runs"].items() if newest - run["date"] > allowed}
     assert late == {}, f"the newest C source is of {newest}: run nox -s nightly -- {' '.join(late)}"
+
+
+def test_the_page_has_the_numbers_of_the_last_runs() -> None:
+    """And a net that counts something has told its numbers."""
+    tested = runpy.run_path(str(ROOT / "tools" / "tested"))
+    assert tested["page"]() == (ROOT / "docs" / "how_tested.md").read_text("utf-8"), "tools/tested writes it again"
+    runs = tomllib.loads((ROOT / "tools" / "long_runs.toml").read_text("utf-8"))["runs"]
+    assert [name for name in ("tests", "coverage", "mutants", "fuzz", "soak") if not runs[name]["numbers"]] == []
+
+
+def test_a_long_run_is_recorded_with_the_numbers_of_its_log(tmp_path: Path) -> None:
+    tested = runpy.run_path(str(ROOT / "tools" / "tested"))
+    (tmp_path / "tools").mkdir()
+    file = tmp_path / "tools" / "long_runs.toml"
+    file.write_text('[runs]\nfuzz = { date = 2026-01-02 }\n\n[never]\nsoak = "not yet"\n', "utf-8")
+    log = "= 3 passed, 2 skipped in 5.10s =\n1 failed, 40 passed, 2 warnings in 7.00s (0:01:00)\n"
+    log += 'numbers: {"calls": 5}\nnumbers: {"% of lines": 97.5}\n'
+    for result in ("once", 'a "second" time'):
+        tested["record"]("soak", result, log, tmp_path)
+    found = tomllib.loads(file.read_text("utf-8"))
+    assert found["never"] == {}
+    run = found["runs"]["soak"]
+    assert run["result"] == 'a "second" time'
+    assert run["date"] == datetime.date.today()
+    assert run["numbers"] == {"tests passed": 43, "tests skipped": 2, "tests failed": 1, "calls": 5, "% of lines": 97.5}
+    assert tested["numbers_of"]("passed\nnumbers of a net: 5") == {}
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------
