@@ -165,6 +165,7 @@ def test_the_file_is_what_its_tool_writes() -> None:
     stored = _vectors.FILE.read_text("utf-8")
     assert text() == stored, "cd tests && python -m support.vectors --write"
     assert len(stored.encode()) <= MOST_BYTES
+    assert len({vector["name"] for vector in VECTORS}) == len(VECTORS)
 
 
 def test_every_option_of_attention_has_a_vector() -> None:

@@ -1,6 +1,6 @@
-"""The vectors: which problems python/cattn/testing/vectors.json has, and what a reader of it must find.
+"""What a reader of python/cattn/testing/vectors.json must find, and how the results come into the file.
 
-cd tests && python -m support.vectors --write    writes the file
+cd tests && python -m support.vectors --write    computes the results of every line, also of a new one
 """
 
 from __future__ import annotations
