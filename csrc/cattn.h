@@ -86,7 +86,7 @@ struct cattn_attention_params {
      * the stored number times the scale's element in its place, rounded once. */
     enum cattn_storage quantized_key, quantized_value;
     enum cattn_bf16_products bf16_products; /* of query, key, value and weights; only with dtype float32 */
-    bool packed_keys;  /* key and value are copies of rounded_keys.c, in the layout of the tables of tiles */
+    bool packed_keys; /* key and value are copies of rounded_keys.c, in the layout of the tables of tiles */
     /* The call of one list of key_indices, by gathered_attention.c: where its seqlen_k keys and values lie. Or NULL. */
     const struct cattn_key_list *key_list;
     bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */

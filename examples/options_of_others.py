@@ -24,6 +24,7 @@ import numpy as np
 
 import cattn
 from cattn import reference
+from cattn.testing._conform import KNOWN, run_onnx
 
 Array = np.ndarray[Any, np.dtype[Any]]
 HEADS, TOKENS = 4, 40
@@ -68,14 +69,6 @@ def with_cattn(q: Array, k: Array, v: Array, **options: Any) -> Any:
     return cattn.scaled_dot_product_attention(q, k, v, **options)
 
 
-def with_torch(q: Array, k: Array, v: Array, **options: Any) -> Any:
-    """Compute attention with PyTorch's function."""
-    import torch
-
-    words = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    return torch.nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), **words)
-
-
 def with_flex(q: Array, k: Array, v: Array, **options: Any) -> Any:
     """Compute attention with flex_attention, which takes functions of positions instead of options."""
     import torch
@@ -103,55 +96,6 @@ def with_flex(q: Array, k: Array, v: Array, **options: Any) -> Any:
     return flex_attention(*map(torch.from_numpy, (q, k, v)), score_mod=score, block_mask=blocks, **given)
 
 
-def with_jax(q: Array, k: Array, v: Array, **options: Any) -> Any:
-    """Compute attention with JAX, whose heads are the third axis."""
-    import jax
-
-    options.pop("enable_gqa", None)  # it needs no option
-    mask = options.pop("attn_mask", None)
-    if mask is not None:
-        options["mask" if mask.dtype == bool else "bias"] = jax.numpy.asarray(mask[None, None])
-    words = translate(options, {"window_size": "local_window_size", "return_lse": "return_residual"})
-    found = jax.nn.dot_product_attention(*(jax.numpy.asarray(x.swapaxes(1, 2)) for x in (q, k, v)), **words)
-    return np.asarray(found[0] if isinstance(found, tuple) else found).swapaxes(1, 2)
-
-
-def run_onnx(operator: str, domain: str, given: dict[str, Array], attributes: dict[str, Any]) -> Array:
-    """Run a model of one node by onnxruntime. Inputs named "" are left out."""
-    import onnxruntime as ort
-    from onnx import helper
-
-    kind = helper.np_dtype_to_tensor_dtype
-    inputs = [
-        helper.make_tensor_value_info(name, kind(array.dtype), array.shape)
-        for name, array in given.items()
-        if not name.startswith("_")
-    ]
-    names = ["" if name.startswith("_") else name for name in given]
-    outputs = ["Y", *(["K2", "V2"] if operator == "GroupQueryAttention" else [])]
-    node = helper.make_node(operator, names, outputs, domain=domain, **attributes)
-    kinds = [helper.make_tensor_value_info(name, kind(np.dtype(np.float32)), None) for name in outputs]
-    graph = helper.make_graph([node], "attention", inputs, kinds)
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(["Y"], {info.name: given[info.name] for info in inputs})[0])
-
-
-def with_onnxruntime(q: Array, k: Array, v: Array, **options: Any) -> Any:
-    """Compute attention with onnxruntime's Attention."""
-    options.pop("enable_gqa", None)  # it needs no option
-    given = {"Q": q, "K": k, "V": v}
-    if "attn_mask" in options:
-        given["mask"] = options.pop("attn_mask")
-    attributes = {name: int(x) if isinstance(x, bool) else x for name, x in options.items()}
-    if not all(isinstance(x, (int, float)) for x in attributes.values()):
-        raise NoSuchArgumentError
-    return run_onnx("Attention", "", given, attributes)
-
-
 def with_group_query(q: Array, k: Array, v: Array, **options: Any) -> Any:
     """Compute attention with onnxruntime's GroupQueryAttention, which is always causal."""
     options.pop("enable_gqa", None)  # it needs no option
@@ -172,7 +116,7 @@ def with_group_query(q: Array, k: Array, v: Array, **options: Any) -> Any:
         given |= dict.fromkeys(("_cos", "_sin", "_positions", "_bias"), past) | {"sinks": options.pop("sinks")}
     if not all(isinstance(x, float) for x in options.values()):
         raise NoSuchArgumentError
-    found = run_onnx("GroupQueryAttention", "com.microsoft", given, attributes | options)
+    found = run_onnx("GroupQueryAttention", "com.microsoft", given, attributes | options, n_outputs=3)
     return found.reshape(1, TOKENS, HEADS, -1).swapaxes(1, 2)
 
 
@@ -196,10 +140,10 @@ def with_openvino(q: Array, k: Array, v: Array, **options: Any) -> Any:
 
 LIBRARIES: dict[str, Callable[..., Any]] = {
     "cattn": with_cattn,
-    "PyTorch": with_torch,
+    "PyTorch": KNOWN["torch.nn.functional:scaled_dot_product_attention"].call,
     "flex_attention": with_flex,
-    "JAX": with_jax,
-    "onnxruntime": with_onnxruntime,
+    "JAX": KNOWN["jax.nn:dot_product_attention"].call,
+    "onnxruntime": KNOWN["onnxruntime:Attention"].call,
     "ORT's GQA": with_group_query,
     "OpenVINO": with_openvino,
 }

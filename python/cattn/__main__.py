@@ -1,6 +1,7 @@
 """``python -m cattn``: a walk through causal attention, and commands on files: ``attend``, ``view`` and others.
 
-Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
+Exit codes: 0 done, 1 a failure while running (disk, memory) or, of ``conform``, a law that does not hold, 2 bad
+arguments or input files, 130 interrupted.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cattn
-from cattn._cli import attend, info, walk, weights
+from cattn._cli import attend, conform, info, walk, weights
 from cattn._cli.files import STDOUT, InputError, mark_pipes, number_pipes
 from cattn._cli.messages import finish, tell
 from cattn.nn._files import errors_name
@@ -23,6 +24,7 @@ COMMANDS = {
     "view": weights.VIEW,
     "statistics": weights.STATISTICS,
     "plot": weights.PLOT,
+    "conform": conform.CONFORM,
 }
 
 
@@ -118,8 +120,8 @@ def _run(arguments: Sequence[str]) -> int:
     except SystemExit as stop:  # argparse has printed the message
         return stop.code if isinstance(stop.code, int) else 2
     if options.command in COMMANDS:
-        COMMANDS[options.command].run(options)
-    elif options.command == "info":
+        return COMMANDS[options.command].run(options) or 0
+    if options.command == "info":
         with errors_name(STDOUT):
             info.run()
     else:

@@ -545,7 +545,7 @@ def test_the_dropout_that_the_walk_prints_is_that_of_seed_123(walk: str) -> None
 
 def test_the_timed_functions_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 33, 8), np.float32)
-    np.testing.assert_allclose(info.textbook(q, k, v), cattn.causal_attention(q, k, v), atol=1e-5)
+    np.testing.assert_allclose(info.textbook(q, k, v, is_causal=True), cattn.causal_attention(q, k, v), atol=1e-5)
     monkeypatch.setattr(info, "SHAPE", (1, 1, 8, 4))
     assert all(seconds > 0 for seconds in info.compare())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

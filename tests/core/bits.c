@@ -1,6 +1,7 @@
 /* bits.c -- csrc/core without Python: prints hashes that must be equal for all tables and on all machines.
  *
  *   bits                    the tables of this build: name, usable on this CPU, inside the bit contract
+ *   bits TABLE              the results of vectors.c for lines of standard input, with that table
  *   bits TABLE BEGIN END    problems BEGIN .. END-1 of each kind with that table, one line each: description and hash
  *
  * Shapes, options, strides and numbers of a problem follow from its index, and hashes take the values of words, not
@@ -34,6 +35,11 @@ static void *allocate(size_t bytes, bool at_end) {
     if (!data || n_blocks == MOST_BLOCKS)
         abort();
     return blocks[n_blocks++] = data;
+}
+
+static void free_blocks(void) {
+    while (n_blocks > 0)
+        free(blocks[--n_blocks]);
 }
 
 static uint64_t mixed(uint64_t hash, uint64_t word) {
@@ -98,8 +104,7 @@ static bool print_problem(const struct kind *kind, int64_t index) {
     if (dequantize(&s, &problem))
         compute_once(&s, &problem, index, &ways[2], "in float32", &result);
     printf("%s %" PRId64 "%s: %016" PRIx64 "\n", kind->name, index, problem.said, result.hash);
-    while (n_blocks > 0)
-        free(blocks[--n_blocks]);
+    free_blocks();
     return result.agree;
 }
 
@@ -112,9 +117,16 @@ int main(int argc, char **argv) {
         }
         return 0;
     }
-    if (argc != 4 || !cattn_isa_select(argv[1])) {
-        fprintf(stderr, "usage: %s TABLE BEGIN END, with a table that this CPU can run\n", argv[0]);
+    if ((argc != 2 && argc != 4) || !cattn_isa_select(argv[1])) {
+        fprintf(stderr, "usage: %s TABLE [BEGIN END], with a table that this CPU can run\n", argv[0]);
         return 2;
+    }
+    if (argc == 2) {
+        struct source s = {.allocate = allocate};
+        bool is_wrong = false;
+        while (compute_vector(&s, &is_wrong))
+            free_blocks();
+        return is_wrong ? 1 : 0;
     }
     for (int64_t i = atoll(argv[2]); i < atoll(argv[3]); i++)
         for (int kind = 0; kind < n_kinds; kind++)

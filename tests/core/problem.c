@@ -688,7 +688,7 @@ static enum cattn_status run_once(struct problem *problem, const struct way *way
                : status;
 }
 
-static enum cattn_status run_attention(struct source *s, struct problem *problem, const struct way *way) {
+enum cattn_status run_attention(struct source *s, struct problem *problem, const struct way *way) {
     (void)s;
     if (!way->alone || problem->lists != PACKED || problem->back.forward.dropout.enabled)
         return run_once(problem, way);

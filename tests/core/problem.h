@@ -251,4 +251,9 @@ void choose_jvp_backward(struct source *s, struct problem *problem);
 void choose_statistics(struct source *s, struct problem *problem);
 void choose_keys(struct source *s, struct problem *problem);
 
+/* The call of attention. */
+enum cattn_status run_attention(struct source *s, struct problem *problem, const struct way *way);
+/* Computes one vector from lines of standard input, and prints its results; false at their end. See vectors.c. */
+bool compute_vector(struct source *s, bool *is_wrong);
+
 #endif

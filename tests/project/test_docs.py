@@ -117,12 +117,6 @@ def test_the_links_of_the_readme_lead_somewhere() -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_the_readmes_comparison_holds_for_cattn() -> None:
-    example = runpy.run_path(str(ROOT / "examples" / "others.py"))
-    assert all(example["answers"](example["with_cattn"]).values())
-    assert not all(example["answers"](example["with_numpy"]).values())
-
-
 def test_the_table_of_options_holds_for_cattn_and_finds_wrong_numbers() -> None:
     example = runpy.run_path(str(ROOT / "examples" / "options_of_others.py"))
     options = example["OPTIONS"]

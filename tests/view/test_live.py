@@ -15,8 +15,10 @@ import pytest
 
 import cattn
 from cattn._view import _page
+from cattn.testing import _vectors
 from support import ROOT
 from support.processes import Tab, chromium, needs_browser
+from support.vectors import ATTENTION, Results, Vector, assert_every_flipped_bit_is_found, differing
 
 STAGES = ["scores", "scaled", "masked", "weights", "dropped", "output"]
 TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
@@ -190,6 +192,39 @@ def test_the_core_has_the_bits_of_python(core: bytes) -> None:
     norm = cattn.functional.layer_norm(rows, bias.repeat(2)[:8])
     np.testing.assert_array_equal(call("layer_norm", rows.shape, 36, 8, rows, bias.repeat(2)[:8]), norm)
     np.testing.assert_array_equal(call("gelu", rows.shape, rows.size, rows), cattn.functional.gelu(rows))
+
+
+# What the functions of the page's core take.
+TAKEN = {
+    ATTENTION: {"query", "key", "value", "attn_mask", "is_causal", "scale", "softcap", "alibi_slopes", "sinks"}
+    | {"query_offset", "key_value_seq_starts", "window_size"},
+    "linear": {"x", "weight", "bias"},
+    "layer_norm": {"x", "weight"},
+    "gelu": {"x"},
+    "dropout": {"x", "p", "rng"},
+}
+
+
+@needs_browser
+def test_the_page_has_the_bits_of_the_vectors(show: Any, page_file: Path) -> None:
+    """The program in JavaScript reads the file, and has a generator of its own."""
+    vectors = []
+    for vector in _vectors.read()["vectors"]:
+        arrays, rng = vector["arrays"], vector["options"].get("rng")
+        fits = {*arrays, *vector["options"]} <= TAKEN.get(vector["function"], set()) and not isinstance(rng, int)
+        if fits and arrays.get("attn_mask", ["booleans"])[0] == "booleans":
+            vectors.append(vector | {"results": {"float32": vector["results"]["float32"]}})
+    assert len(vectors) == 22
+    program = (Path(__file__).parent / "vectors.js").read_text("utf-8")
+    names = [vector["name"] for vector in vectors]
+    found = show(page_file).evaluate(program, [_vectors.FILE.read_text("utf-8"), names])
+
+    def read(vector: Vector, _: str) -> Results:
+        results = found[vector["name"]].items()
+        return {name: np.frombuffer(bytes.fromhex(digits), ">f4") for name, digits in results}
+
+    assert differing(vectors, read) == []
+    assert_every_flipped_bit_is_found(vectors, read)
 
 
 # ---- view_attention(live=...) ----------------------------------------------------------------------------------------

@@ -45,13 +45,16 @@ SHORT = {"query": "q", "key": "k", "value": "v", "attn_mask": "mask"}  # names t
 
 
 class Command(NamedTuple):
-    """A command of ``python -m cattn``: texts, the options that name input files, and functions."""
+    """A command of ``python -m cattn``: texts, the options that name input files, and functions.
+
+    `run` returns the exit code, or None for 0.
+    """
 
     help: str
     description: str
     inputs: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], int | None]
 
 
 class InputError(Exception):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,18 @@ PATIENCE = 1.5  # seconds. All runs of the scalar table would take longer.
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
 
 
-def textbook(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> NDArray[Any]:
-    """Causal attention as a textbook writes it, scores in full; T_q = T_k."""
-    scores = query @ key.swapaxes(-1, -2) / np.float32(np.sqrt(query.shape[-1]))
-    scores = np.where(np.tri(scores.shape[-1], dtype=bool), scores, np.float32(-np.inf))
+def textbook(
+    query: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    attn_mask: NDArray[Any] | None = None,
+    is_causal: bool = False,
+) -> NDArray[Any]:
+    """Attention as a textbook writes it, scores in full."""
+    scores = query @ key.swapaxes(-1, -2) / query.dtype.type(np.sqrt(query.shape[-1]))
+    for mask in (np.tri(*scores.shape[-2:], dtype=np.bool_) if is_causal else None, attn_mask):
+        if mask is not None:
+            scores = np.where(mask, scores, scores.dtype.type(-np.inf)) if mask.dtype == bool else scores + mask
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.asarray(weights @ value)
@@ -148,7 +157,7 @@ def compare() -> tuple[float, float]:
     with cattn.num_threads(1):
         while len(cattn_seconds) < 2 or (len(cattn_seconds) <= RUNS and time.perf_counter() < until):
             cattn_seconds.append(_seconds(cattn.causal_attention, arrays))
-            numpy_seconds.append(_seconds(textbook, arrays))
+            numpy_seconds.append(_seconds(partial(textbook, is_causal=True), arrays))
     return statistics.median(cattn_seconds[1:]), statistics.median(numpy_seconds[1:])
 
 

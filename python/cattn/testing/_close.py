@@ -136,11 +136,31 @@ def assert_attention_close(
     if got.shape != right.shape:
         raise AssertionError(f"out has shape {got.shape}, wanted {right.shape}")
 
-    wide = all(a.dtype == np.float64 for a in (got, arrays["query"]))
+    bound = _bound_of(exact, got, arrays["query"].dtype, compute_dtype, weights_dtype)
+    _compare(got, right, bound[..., 0, :, :] if exact.one_head else bound)
+
+
+def first_beyond_bound(got: NDArray[Any], arrays: dict[str, NDArray[Any]], options: dict[str, Any]) -> str:
+    """Return the first number that is off by more than rounding explains, as a text, or ""; of rows that see a key.
+
+    There is no dropout, and the arrays have an axis of heads.
+    """
+    exact = _exact(arrays, options, None)
+    ratio, _, _ = _errors(got, exact.out, _bound_of(exact, got, arrays["query"].dtype))
+    wrong = np.argwhere((ratio > 1) & exact.visible.any(axis=-1, keepdims=True))
+    if not len(wrong):
+        return ""
+    at = tuple(wrong[0].tolist())
+    return f"{len(wrong)} of {got.size} numbers, first at {at}: {got[at]}, exact is {exact.out[at]:.9g}"
+
+
+def _bound_of(
+    exact: _Exact, got: NDArray[Any], query: DTypeLike, compute_dtype: Any = None, weights_dtype: Any = None
+) -> Floats:
+    wide = got.dtype == np.float64 and query == np.float64
     compute = _format(compute_dtype, "compute_dtype", "float64" if wide else "float32")
     weights = _format(weights_dtype, "weights_dtype", got.dtype.name)
-    bound = _bound(exact, compute, weights, got.dtype.name) + _bound(exact, "float64", "float64", "float64")
-    _compare(got, right, bound[..., 0, :, :] if exact.one_head else bound)
+    return _bound(exact, compute, weights, got.dtype.name) + _bound(exact, "float64", "float64", "float64")
 
 
 def _array(given: Any, name: str) -> NDArray[Any]:
@@ -257,15 +277,8 @@ def _bound(exact: _Exact, compute: str, weights: str, stored: str) -> Floats:
 
 def _compare(got: NDArray[Any], exact: Floats, bound: Floats) -> None:
     """Raise the AssertionError that lists the rows beyond the bound."""
-    bits, least = _FORMATS[got.dtype.name]
+    ratio, error, ulp = _errors(got, exact, bound)
     wide = got.astype(np.float64)
-    with np.errstate(all="ignore"):
-        error = np.abs(wide - exact)
-        same = (wide == exact) | (np.isnan(wide) & np.isnan(exact))
-        error = np.where(same, 0.0, np.where(np.isfinite(error), error, np.inf))
-        ratio = np.where(error == 0, 0.0, np.where(np.isinf(error), np.inf, error / bound))
-        exponent = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-1022)))
-        ulp = np.maximum(2.0 ** np.maximum(exponent - bits + 1, -1074), 2.0**least)
     worst = ratio.max(axis=-1, initial=0.0)
     wrong = np.argwhere(worst > 1)
     if not len(wrong):
@@ -287,3 +300,17 @@ def _compare(got: NDArray[Any], exact: Floats, bound: Floats) -> None:
     if rest.size:
         lines.append(f"    all other rows are within {rest.max():.2g} of the bound")
     raise AssertionError("\n".join(lines))
+
+
+def _errors(got: NDArray[Any], exact: Floats, bound: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return each error as a multiple of the bound, the error, and the unit in the last place."""
+    bits, least = _FORMATS[got.dtype.name]
+    wide = got.astype(np.float64)
+    with np.errstate(all="ignore"):
+        error = np.abs(wide - exact)
+        same = (wide == exact) | (np.isnan(wide) & np.isnan(exact))
+        error = np.where(same, 0.0, np.where(np.isfinite(error), error, np.inf))
+        ratio = np.where(error == 0, 0.0, np.where(np.isinf(error), np.inf, error / bound))
+        exponent = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-1022)))
+        ulp = np.maximum(2.0 ** np.maximum(exponent - bits + 1, -1074), 2.0**least)
+    return ratio, error, ulp
