@@ -102,7 +102,7 @@ INLINE vf gate_at(const struct cattn_rows *rows, int r, int64_t c, int n, vf *ot
 }
 
 /* An output row times the logistic function of its gate, rounded to its storage once. Without a visible key it is 0,
- * also where the gate is NaN. Returns whether an element was not finite before. */
+ * also where the gate or the sink is NaN. Returns whether an element was not finite before. */
 NOINLINE bool finish_gated_row(const struct cattn_rows *rows, int r, const real *acc, vf factor) {
     const enum cattn_storage storage = rows->call.storage;
     const int64_t d_v = rows->call.d_v, col = rows->call.out_col;
@@ -114,10 +114,11 @@ NOINLINE bool finish_gated_row(const struct cattn_rows *rows, int r, const real 
         store_stored(storage, out, c * col, col, out_elements(storage, vf_loadu(acc + c), factor, &odd) * gate, n);
         undefined = vf_fma(gate, vf_set1(0), undefined);
     }
-    if (vm_any(vm_not(vf_eq(undefined, undefined))) && !row_sees_any_key(rows, r))
+    const bool is_odd = vm_any(vm_not(vf_eq(odd, odd)));
+    if ((is_odd || vm_any(vm_not(vf_eq(undefined, undefined)))) && !row_sees_any_key(rows, r))
         for (int64_t c = 0; c < d_v; c += LANES)
             store_stored(storage, out, c * col, col, vf_set1(0), (int)min64(LANES, d_v - c));
-    return vm_any(vm_not(vf_eq(odd, odd)));
+    return is_odd;
 }
 
 /* Output rows: acc * factor, times the gate if there is one. */
