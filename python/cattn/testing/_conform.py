@@ -285,7 +285,7 @@ def run_onnx(
     operator: str, domain: str, given: dict[str, Array], attributes: dict[str, Any], n_outputs: int = 1
 ) -> Any:
     """Return the first result of a model of one node by onnxruntime. Inputs whose names begin with _ are left out."""
-    import onnxruntime  # type: ignore[import-untyped]
+    import onnxruntime
     from onnx import helper
 
     inputs = {name: x for name, x in given.items() if not name.startswith("_")}
