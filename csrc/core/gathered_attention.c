@@ -203,14 +203,14 @@ static void to_tensors(const struct cattn_matrix *matrix, struct cattn_tensor *t
 static void find_list(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
                       struct cattn_gather *g) {
     struct cattn_key_list *list = &g->list;
-    struct cattn_matrix key, value;
     cattn_keys_of_head(p, &g->batch, g->first_head / p->group_size, &list->key, &list->value);
     list->rows = g->index;
     list->key.first_row = list->value.first_row = g->batch.batch_range.first_key;
+    struct cattn_matrix key = list->key, value = list->value;
     if (plan->copies_lists)
         cattn_copy_listed_keys(p, list, 0, g->n_keys, &g->copies, &key, &value);
     else
-        key = list->key, value = list->value, g->call.key_list = list;
+        g->call.key_list = list;
     to_tensors(&key, &g->call.key, &g->call.key_scale);
     to_tensors(&value, &g->call.value, &g->call.value_scale);
 }
