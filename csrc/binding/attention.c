@@ -408,6 +408,7 @@ PyObject *cattn_body_explain(struct binding_state *state, PyObject **args) {
     if (cattn_call_parse(&call, args) && cattn_rng_check(args[ARG_rng]) && parse_wants(&call, args, CATTN_STAGE_OUT)) {
         params.num_threads = cattn_get_num_threads();
         params.path = state->path;
+        params.gate.data = NULL; /* it multiplies the output, which is not computed */
         PyThreadState *thread;
         struct cattn_explanation plan;
         cattn_gil_release(&params.poll, &thread);

@@ -142,6 +142,7 @@ FIXED: dict[str, tuple[Any, dict[str, Any]]] = {
     "ragged gradient": backward(grad_out=RAGGED, mask=np.zeros((0, 17), bool)),
     "ragged rng": backward(rng=RAGGED),
     "structured mask": backward(mask=np.zeros((), "f4,i2")),
+    "explanation of a gate": (cattn.explain, {"query": X, "key": X, "value": X, "gate": X}),
     "one query head, eight of values": (
         cattn.varlen_attention,
         {"query": np.ones((0, 1, 8), ">f4"), "key": np.ones((8, 1, 8), ">f4"), "value": np.ones((8, 8, 8), ">i8"),
